@@ -1,0 +1,58 @@
+"""The configuration: frozen pydantic models, importable without torch."""
+
+from __future__ import annotations
+
+from relax_pipeline.config.algorithm import AlgorithmConfig, OptimizerConfig
+from relax_pipeline.config.backends import (
+    ClusterConfig,
+    EngineConfig,
+    FsdpTrainerConfig,
+    HfEngineConfig,
+    MegatronTrainerConfig,
+    SglangEngineConfig,
+    SyncConfig,
+    TrainerConfig,
+    VllmEngineConfig,
+)
+from relax_pipeline.config.data import (
+    DataConfig,
+    EvalConfig,
+    OverlongConfig,
+    PromptSource,
+    RewardsConfig,
+    RolloutConfig,
+    ScorerConfig,
+)
+from relax_pipeline.config.loading import load_config
+from relax_pipeline.config.model import LoraConfig, ModelConfig, expand_target_modules
+from relax_pipeline.config.run import RunConfig
+from relax_pipeline.config.storage import CheckpointConfig, PublishConfig, TrackingConfig
+
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "DataConfig",
+    "EngineConfig",
+    "EvalConfig",
+    "FsdpTrainerConfig",
+    "HfEngineConfig",
+    "LoraConfig",
+    "MegatronTrainerConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "OverlongConfig",
+    "PromptSource",
+    "PublishConfig",
+    "RewardsConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "ScorerConfig",
+    "SglangEngineConfig",
+    "SyncConfig",
+    "TrackingConfig",
+    "TrainerConfig",
+    "VllmEngineConfig",
+    "expand_target_modules",
+    "load_config",
+]

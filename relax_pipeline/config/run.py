@@ -1,0 +1,148 @@
+"""The whole configuration of a training run, and the rules that span its sections."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Annotated
+
+from pydantic import Field, field_validator, model_validator
+
+from relax_pipeline.config.algorithm import AlgorithmConfig, OptimizerConfig
+from relax_pipeline.config.backends import (
+    ClusterConfig,
+    EngineConfig,
+    FsdpTrainerConfig,
+    HfEngineConfig,
+    MegatronTrainerConfig,
+    SyncConfig,
+    TrainerConfig,
+)
+from relax_pipeline.config.base import Section
+from relax_pipeline.config.data import DataConfig, EvalConfig, RewardsConfig, RolloutConfig
+from relax_pipeline.config.model import LoraConfig, ModelConfig
+from relax_pipeline.config.storage import CheckpointConfig, PublishConfig, TrackingConfig
+
+
+class RunConfig(Section):
+    """Everything that decides a training run. The same model is the flow's parameter."""
+
+    run_name: str
+    """Names the run folder; the same name resumes it. Letters, digits, '.', '_' and '-'."""
+    output_dir: str = "runs"
+    """Holds one folder per run: checkpoints, metrics.jsonl, report.html, the merged model."""
+    seed: int = 0
+    steps: Annotated[int, Field(ge=1)]
+    """Rollouts to train on. Raising it later goes on from the last checkpoint."""
+    model: ModelConfig
+    lora: LoraConfig = LoraConfig()
+    data: DataConfig
+    evaluation: EvalConfig | None = None
+    rollout: RolloutConfig = RolloutConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerConfig = FsdpTrainerConfig()
+    engine: EngineConfig = HfEngineConfig()
+    sync: SyncConfig = SyncConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    publish: PublishConfig = PublishConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @field_validator("run_name")
+    @classmethod
+    def run_name_is_a_folder_name(cls, name: str) -> str:
+        """Refuse names that would leave the output folder or break artifact keys."""
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise ValueError(f"{name!r}: start with a letter or digit; then letters, digits, '.', '_' and '-'")
+        return name
+
+    @model_validator(mode="before")
+    @classmethod
+    def sync_mode_defaults_to_merge(cls, values: object) -> object:
+        """Fill in merge mode, with a warning, where no mode is given and adapters train."""
+        if not isinstance(values, dict):
+            return values
+        sync, lora = values.get("sync") or {}, values.get("lora") or {}
+        rank = lora.get("rank", 32) if isinstance(lora, dict) else lora.rank
+        if not isinstance(sync, dict) or sync.get("mode") is not None:
+            return values
+        if rank != 0:
+            warnings.warn(
+                "sync.mode is not set: using merge, which sends the whole model each step; adapter mode sends far less",
+                UserWarning,
+                stacklevel=2,
+            )
+        return {**values, "sync": {**sync, "mode": "merge"}}
+
+    @model_validator(mode="after")
+    def full_training_syncs_merged(self) -> RunConfig:
+        """Without adapters there is nothing to send but the whole model."""
+        if not self.lora.enabled and self.sync.mode == "adapter":
+            raise ValueError("sync.mode 'adapter' needs adapters: set lora.rank above 0, or sync.mode to merge")
+        return self
+
+    @model_validator(mode="after")
+    def router_needs_adapter_mode(self) -> RunConfig:
+        """A router adapter cannot be folded into the base."""
+        if self.lora.enabled and "router" in self.lora.target_modules and self.sync.mode != "adapter":
+            raise ValueError(
+                "lora.target_modules holds 'router', whose adapter merge mode would drop: "
+                "set sync.mode to adapter, or remove router"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def adapter_mode_needs_single_data_parallel_engine(self) -> RunConfig:
+        """Engines load adapters into one data-parallel replica only."""
+        size = getattr(self.engine, "data_parallel_size", 1)
+        if self.sync.mode == "adapter" and size != 1:
+            raise ValueError(
+                f"engine.data_parallel_size is {size}: an adapter would reach one replica only; "
+                "set it to 1 and raise engine.replicas, or use sync.mode merge"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def folding_experts_needs_whole_experts(self) -> RunConfig:
+        """An expert's delta is folded where the expert lives, so the expert must not be split."""
+        if isinstance(self.trainer, MegatronTrainerConfig) and self.trainer.expert_parallel_size > 1:
+            size = self.trainer.expert_tensor_parallel_size
+            if self.sync.mode == "merge" and self.lora.enabled and size != 1:
+                raise ValueError(
+                    f"trainer.expert_tensor_parallel_size is {size}: merge mode folds whole experts; set it to 1"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def batch_divides_into_updates(self) -> RunConfig:
+        """Each optimizer step of a rollout gets the same number of prompts."""
+        prompts, updates = self.rollout.prompts_per_step, self.algorithm.updates_per_rollout
+        if prompts % updates:
+            raise ValueError(
+                f"rollout.prompts_per_step {prompts} does not divide into algorithm.updates_per_rollout {updates}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def groups_can_be_compared(self) -> RunConfig:
+        """A group baseline needs something to compare with."""
+        if self.rollout.completions_per_prompt == 1 and self.algorithm.advantage != "reinforce_plus_plus":
+            raise ValueError(
+                f"algorithm.advantage {self.algorithm.advantage!r} compares the completions of one prompt, and "
+                "rollout.completions_per_prompt is 1: raise it, or use reinforce_plus_plus"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def publishing_has_a_destination(self) -> RunConfig:
+        """Asked to publish, know where to."""
+        if self.publish.enabled and self.publish.destination is None:
+            raise ValueError("publish.enabled needs publish.destination: file:///folder or s3://bucket/prefix")
+        return self
+
+    @property
+    def saves_lora_only(self) -> bool:
+        """Whether checkpoints leave the base out."""
+        return self.lora.enabled and self.checkpoint.save_lora_only

@@ -1,0 +1,94 @@
+"""An adapter as a value: its digest, its checks, and its PEFT folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from relax_pipeline.errors import AdapterError
+from relax_pipeline.lora.names import adapted_modules, lora_key
+from relax_pipeline.types import Adapter, AdapterSpec, WeightsInfo
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the sha256 over names, dtypes, shapes and bytes, in name order."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def make_adapter(tensors: dict[str, torch.Tensor], *, spec: AdapterSpec, version: int) -> Adapter:
+    """Check LoRA tensors and stamp them with a version and a digest.
+
+    Args:
+        tensors: HF-PEFT names to lora_A [rank, in] and lora_B [out, rank].
+        spec: What they mean.
+        version: Policy version they are.
+
+    Raises:
+        AdapterError: None at all, half a pair, a rank other than the spec's, or a value that is not finite.
+    """
+    if not tensors:
+        raise AdapterError("the adapter holds no tensors: nothing was trained, or export lost it")
+    modules = adapted_modules(tensors)
+    for module in modules:
+        ranks = tensors[lora_key(module, "A")].shape[-2], tensors[lora_key(module, "B")].shape[-1]
+        if ranks != (spec.rank, spec.rank):
+            raise AdapterError(f"{module}: lora_A and lora_B have rank {ranks}, the adapter's rank is {spec.rank}")
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise AdapterError(f"{name} holds NaN or infinity: the policy has diverged; lower optimizer.learning_rate")
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    return Adapter(WeightsInfo(version, tensors_digest(tensors), modules, num_bytes), spec, tensors)
+
+
+def peft_config(spec: AdapterSpec, base_model: str) -> dict[str, Any]:
+    """Return the content of adapter_config.json as peft reads it."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "lora_dropout": spec.dropout,
+        "target_modules": list(spec.target_modules),
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def write_adapter(adapter: Adapter, folder: Path, *, base_model: str, metadata: Mapping[str, Any]) -> None:
+    """Write a folder that `peft.PeftModel.from_pretrained` loads, and relax_lora_meta.json beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
+    save_file(tensors, str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
+    (folder / CONFIG_FILE).write_text(json.dumps(peft_config(adapter.spec, base_model), indent=2) + "\n")
+    meta = {"policy_version": adapter.info.version, "digest": adapter.info.digest, **metadata}
+    (folder / "relax_lora_meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+
+
+def read_adapter(folder: Path, *, version: int) -> Adapter:
+    """Read an adapter written by `write_adapter`.
+
+    Raises:
+        AdapterError: Files are missing or do not agree with each other.
+    """
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text())
+        tensors = load_file(str(folder / WEIGHTS_FILE))
+    except FileNotFoundError as error:
+        raise AdapterError(f"{folder} is no adapter folder: {Path(error.filename or '').name} is missing") from error
+    spec = AdapterSpec(config["r"], config["lora_alpha"], tuple(sorted(config["target_modules"])))
+    return make_adapter(tensors, spec=spec, version=version)

@@ -1,0 +1,1 @@
+"""Safetensors files below the level of tensors: identity of a model folder, headers, streamed writing."""

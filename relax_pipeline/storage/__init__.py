@@ -1,0 +1,1 @@
+"""Bytes at rest: local files and object stores."""
