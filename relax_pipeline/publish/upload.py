@@ -1,0 +1,208 @@
+"""Publishing: payload first, each object read back, then the manifest, then the pointer."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from relax_pipeline.errors import ConfigError, PublishError
+from relax_pipeline.publish.manifest import (
+    LATEST,
+    MANIFEST,
+    LatestPointer,
+    Manifest,
+    files_digest,
+    read_record,
+    write_record,
+)
+from relax_pipeline.publish.payload import PayloadFile, collect_payload
+from relax_pipeline.storage.base import ObjectStore
+from relax_pipeline.storage.stores import open_store
+
+Progress = Callable[[int, int], None]
+"""Told bytes at the destination so far, and bytes in all."""
+
+Outcome = Literal["published", "already_published", "published_by_other"]
+
+_UPLOADS_PER_FILE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """What publishing did. The model is complete and verified at `uri` whatever the outcome."""
+
+    uri: str
+    digest: str
+    outcome: Outcome
+    num_files: int
+    num_bytes: int
+    bytes_sent: int
+    """By this call; less than num_bytes where an earlier attempt left whole files."""
+    latest_moved: bool
+    seconds: float
+    notes: tuple[str, ...] = ()
+    """What did not succeed and does not make the model any less published."""
+
+
+def publish_model(
+    folder: Path,
+    destination: str,
+    *,
+    run_name: str,
+    step: int,
+    endpoint_url: str | None = None,
+    progress: Progress | None = None,
+    card: Mapping[str, str] | None = None,
+    update_latest: bool = True,
+) -> PublishReport:
+    """Publish a merged model under `<destination>/<run_name>/step-<step>-<digest>/`.
+
+    Doing it again does nothing; after an interruption it sends what is not there yet.
+
+    Args:
+        folder: The merged model.
+        destination: file:///folder or s3://bucket/prefix.
+        run_name: The training run it comes from.
+        step: Training steps it has taken.
+        endpoint_url: Of an S3-compatible store; None: AWS.
+        progress: Told bytes done and bytes in all.
+        card: Files to publish with it, or instead of the folder's: what `model_card` returns.
+        update_latest: Point the run's latest.json here, unless it points to a later model.
+
+    Raises:
+        ConfigError: The destination or the run's name is malformed.
+        PublishError: The folder is no complete model, or the store failed; the cause is attached.
+    """
+    store = open_store(destination, endpoint_url=endpoint_url)
+    return publish_to(
+        store, folder, run_name=run_name, step=step, progress=progress, card=card, update_latest=update_latest
+    )
+
+
+def publish_to(
+    store: ObjectStore,
+    folder: Path,
+    *,
+    run_name: str,
+    step: int,
+    progress: Progress | None = None,
+    card: Mapping[str, str] | None = None,
+    update_latest: bool = True,
+) -> PublishReport:
+    """Publish into an open store; see `publish_model`."""
+    started = time.monotonic()
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run_name) or step < 0:
+        raise ConfigError(f"run {run_name!r}, step {step}: a run's name is a folder name, and steps count from 0")
+    payload = collect_payload(folder, card or {})
+    mine = _manifest(payload, run_name, step)
+    there = read_record(store, f"{mine.prefix}/{MANIFEST}", Manifest)
+    outcome: Outcome = "already_published"
+    bytes_sent = 0
+    if there is None:
+        bytes_sent = _upload(store, payload, mine, progress)
+        there = _commit(store, mine)
+        outcome = "published" if there.attempt == mine.attempt else "published_by_other"
+    if there.files != mine.files:
+        raise PublishError(f"{store.uri}/{mine.prefix} lists other files than {folder}; delete it if it is not wanted")
+    latest_moved = update_latest and _move_latest(store, there)
+    return PublishReport(
+        uri=f"{store.uri}/{mine.prefix}",
+        digest=mine.digest,
+        outcome=outcome,
+        num_files=len(mine.files),
+        num_bytes=mine.num_bytes,
+        bytes_sent=bytes_sent,
+        latest_moved=latest_moved,
+        notes=_tidy(store, mine.prefix),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _manifest(payload: list[PayloadFile], run_name: str, step: int) -> Manifest:
+    files = tuple(file.entry for file in payload)
+    return Manifest(
+        run_name=run_name,
+        step=step,
+        digest=files_digest(files),
+        created=datetime.now(UTC).isoformat(timespec="microseconds"),
+        attempt=uuid.uuid4().hex,
+        files=files,
+    )
+
+
+def _upload(store: ObjectStore, payload: list[PayloadFile], manifest: Manifest, progress: Progress | None) -> int:
+    """Bring every file to the store and read it back; return the bytes sent."""
+    done = sent = 0
+
+    def arrived(num_bytes: int) -> None:
+        nonlocal done
+        done = min(done + num_bytes, manifest.num_bytes)
+        if progress:
+            progress(done, manifest.num_bytes)
+
+    for file in payload:
+        sent += _ensure(store, f"{manifest.prefix}/{file.entry.name}", file, arrived)
+    return sent
+
+
+def _ensure(store: ObjectStore, key: str, file: PayloadFile, arrived: Callable[[int], None]) -> int:
+    """Send one file unless the store has it, and prove by reading it back that it has; return the bytes sent."""
+    size, sha256 = file.entry.size, file.entry.sha256
+    there = store.head(key)
+    if there and there.size == size and there.sha256 in (None, sha256) and store.sha256(key) == sha256:
+        arrived(size)
+        return 0
+    for sends in range(1, _UPLOADS_PER_FILE + 1):
+        if isinstance(file.content, bytes):
+            store.put_bytes(key, file.content)
+            arrived(size)
+        else:
+            store.put_file(key, file.content, sha256=sha256, sent=arrived)
+        found = store.sha256(key)
+        if found == sha256:
+            return sends * size
+    raise PublishError(
+        f"{store.uri}/{key} reads back as sha256 {found} where {sha256} was sent, {_UPLOADS_PER_FILE} times: "
+        "the file changes while it is published, or the store or the way to it corrupts data"
+    )
+
+
+def _commit(store: ObjectStore, manifest: Manifest) -> Manifest:
+    """Write the manifest if there is none, and return the one that holds."""
+    key = f"{manifest.prefix}/{MANIFEST}"
+    if write_record(store, key, manifest):
+        return manifest
+    # Also where our own write arrived and its answer was lost: the attempt's id tells.
+    there = read_record(store, key, Manifest)
+    if there is None:
+        raise PublishError(f"{store.uri}/{key} was there and is gone: another process deletes it; publish again")
+    return there
+
+
+def _move_latest(store: ObjectStore, manifest: Manifest) -> bool:
+    """Point latest.json at a model unless it names a later one; return whether it points there and did not before."""
+    key = f"{manifest.run_name}/{LATEST}"
+    pointer = LatestPointer(step=manifest.step, created=manifest.created, prefix=manifest.prefix)
+    while True:
+        info = store.head(key)
+        current = read_record(store, key, LatestPointer) if info else None
+        if current and current.order >= pointer.order:
+            return False
+        # A pointer that another publisher has moved since `head` has another version: look again.
+        if write_record(store, key, pointer, if_match=info.version if info else None):
+            return True
+
+
+def _tidy(store: ObjectStore, prefix: str) -> tuple[str, ...]:
+    """Free what killed attempts left; a note where the store does not allow it."""
+    try:
+        store.discard_partial(prefix)
+    except PublishError as error:
+        return (f"leftovers of interrupted uploads were not removed: {error}",)
+    return ()
