@@ -1,0 +1,188 @@
+"""From groups to training samples, from samples to micro-batches, from a micro-batch to padded tensors."""
+
+# ruff: noqa: N815 - fields carry shape suffixes
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from relax_pipeline.rl.advantages import AdvantageKind, compute_advantages
+from relax_pipeline.types import Completion, Prompt, Rollout, TrainingSample
+
+# B sequences, P longest prompt, T longest completion, S = P + T
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedBatch:
+    """Prompts padded on the left, completions on the right: all completions start at column S - T."""
+
+    input_ids_BS: torch.Tensor
+    attention_mask_BS: torch.Tensor
+    """int64, 1 on real tokens."""
+    position_ids_BS: torch.Tensor
+    """0 on the first real token of a row, and on padding."""
+    completion_ids_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    """bool, tokens that train; False on padding."""
+    rollout_logprobs_BT: torch.Tensor
+    """float32, 0 on padding."""
+    old_logprobs_BT: torch.Tensor | None
+    """float32, 0 on padding; None where the samples have none."""
+    advantages_B: torch.Tensor
+    """float32."""
+
+
+def make_samples(
+    rollout: Rollout,
+    rewards_by_group: Sequence[NDArray[np.float64]],
+    *,
+    advantage: AdvantageKind,
+    filter_overlong: bool,
+) -> list[list[TrainingSample]]:
+    """Return the samples of each group.
+
+    Aborted completions are left out, of the baseline too: the reward of an unfinished text says nothing about the
+    policy. A group of nothing else is left out whole. With filter_overlong, a completion that was cut at the length
+    limit counts in its group's baseline and trains no token (Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.4).
+
+    Args:
+        rollout: Its groups that train.
+        rewards_by_group: Parallel to the groups and their completions.
+        advantage: See compute_advantages.
+        filter_overlong: Mask completions that ended for their length.
+
+    Raises:
+        ValueError: Rewards and completions are not parallel.
+    """
+    kept_by_group = [
+        [
+            (group.prompt, completion, reward)
+            for completion, reward in zip(group.completions, rewards, strict=True)
+            if completion.finish_reason != "abort"
+        ]
+        for group, rewards in zip(rollout.groups, rewards_by_group, strict=True)
+    ]
+    kept_by_group = [kept for kept in kept_by_group if kept]
+    rewards_kept = [np.array([reward for _, _, reward in kept]) for kept in kept_by_group]
+    return [
+        [
+            _sample(prompt, completion, float(credit), filter_overlong)
+            for (prompt, completion, _), credit in zip(kept, advantages, strict=True)
+        ]
+        for kept, advantages in zip(kept_by_group, compute_advantages(rewards_kept, advantage), strict=True)
+    ]
+
+
+def split_updates(groups: Sequence[Sequence[TrainingSample]], updates: int) -> list[list[TrainingSample]]:
+    """Cut the groups, in order, into samples of that many optimizer steps, as equal in groups as they go.
+
+    Fewer groups than updates give one update a group.
+    """
+    parts = min(updates, len(groups))
+    bounds = [part * len(groups) // max(parts, 1) for part in range(parts + 1)]
+    return [list(chain.from_iterable(groups[start:end])) for start, end in pairwise(bounds)]
+
+
+def micro_batches(samples: Sequence[TrainingSample], budget_tokens: int) -> list[list[int]]:
+    """Return indices into samples, each once, batched so that a padded batch holds at most budget_tokens.
+
+    Longest first, ties in their order, filled greedily; a sample longer than the budget is a batch of its own.
+    """
+    batches: list[list[int]] = []
+    for index in sorted(range(len(samples)), key=lambda i: -samples[i].num_tokens):
+        if batches and _padded_tokens(samples, [*batches[-1], index]) <= budget_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def split_for_rank(
+    batches: Sequence[Sequence[int]], samples: Sequence[TrainingSample], *, rank: int, world_size: int
+) -> list[list[int]]:
+    """Return the micro-batches of one data-parallel rank; every rank gets the same number of them.
+
+    Batches are halved until they go round, so a batch is empty only where there are fewer samples than ranks. The n-th
+    batches of all ranks are alike in size, because ranks wait for each other at each; odd rounds are dealt backwards,
+    so that no rank always gets the largest.
+    """
+    dealt = [list(batch) for batch in batches]
+    while len(dealt) % world_size and any(len(batch) > 1 for batch in dealt):
+        largest = max((batch for batch in dealt if len(batch) > 1), key=lambda batch: _padded_tokens(samples, batch))
+        dealt.remove(largest)
+        dealt += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+    dealt.sort(key=lambda batch: -_padded_tokens(samples, batch))
+    dealt += [[] for _ in range(-len(dealt) % world_size)]
+    rounds = [dealt[start : start + world_size] for start in range(0, len(dealt), world_size)]
+    return [round_[rank if number % 2 == 0 else world_size - 1 - rank] for number, round_ in enumerate(rounds)]
+
+
+def pad_batch(samples: Sequence[TrainingSample], pad_token_id: int, device: torch.device | str = "cpu") -> PaddedBatch:
+    """Stack samples into tensors. The last T + 1 logits of the model, less the last one, predict completion_ids_BT.
+
+    Raises:
+        ValueError: A prompt is empty, so nothing predicts its first completion token; or some samples have
+            policy_logprobs and some have not.
+    """
+    prompts = [sample.prompt_ids for sample in samples]
+    completions = [sample.completion_ids for sample in samples]
+    if not all(len(prompt_ids) for prompt_ids in prompts):
+        raise ValueError("a sample has an empty prompt, so nothing predicts its first token; give it a BOS token")
+    completion_ids_BT = _pad(completions, pad_token_id)
+    input_ids_BS = np.hstack([_pad(prompts, pad_token_id, left=True), completion_ids_BT])
+    attention_mask_BS = np.hstack(
+        [
+            _pad([np.ones_like(row) for row in prompts], 0, left=True),
+            _pad([np.ones_like(row) for row in completions], 0),
+        ]
+    )
+    old = [sample.policy_logprobs for sample in samples if sample.policy_logprobs is not None]
+    if len(old) not in (0, len(samples)):
+        raise ValueError(f"{len(old)} of {len(samples)} samples have policy_logprobs; give them to all or none")
+
+    def tensor(array: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return PaddedBatch(
+        input_ids_BS=tensor(input_ids_BS),
+        attention_mask_BS=tensor(attention_mask_BS),
+        position_ids_BS=tensor((attention_mask_BS.cumsum(axis=1) - 1) * attention_mask_BS),
+        completion_ids_BT=tensor(completion_ids_BT),
+        mask_BT=tensor(_pad([sample.loss_mask for sample in samples], False)),
+        rollout_logprobs_BT=tensor(_pad([sample.rollout_logprobs for sample in samples], 0.0)),
+        old_logprobs_BT=tensor(_pad(old, 0.0)) if old else None,
+        advantages_B=tensor(np.array([sample.advantage for sample in samples], dtype=np.float32)),
+    )
+
+
+def _sample(prompt: Prompt, completion: Completion, advantage: float, filter_overlong: bool) -> TrainingSample:
+    trains = not (filter_overlong and completion.finish_reason == "length")
+    return TrainingSample(
+        prompt_ids=np.array(prompt.token_ids, dtype=np.int64),
+        completion_ids=completion.token_ids,
+        loss_mask=np.full(len(completion.token_ids), trains),
+        rollout_logprobs=completion.rollout_logprobs,
+        advantage=advantage,
+        policy_version=completion.policy_version,
+    )
+
+
+def _padded_tokens(samples: Sequence[TrainingSample], indices: Sequence[int]) -> int:
+    """Cells of the padded batch: prompts and completions are padded each to their own longest."""
+    prompt = max(len(samples[i].prompt_ids) for i in indices)
+    completion = max(len(samples[i].completion_ids) for i in indices)
+    return len(indices) * (prompt + completion)
+
+
+def _pad(rows: Sequence[NDArray[np.generic]], fill: float, *, left: bool = False) -> NDArray[np.generic]:
+    width = max(len(row) for row in rows)
+    padded = np.full((len(rows), width), fill, dtype=rows[0].dtype)
+    for padded_row, row in zip(padded, rows, strict=True):
+        padded_row[width - len(row) if left else 0 :][: len(row)] = row
+    return padded
