@@ -1,0 +1,1 @@
+"""Merge an adapter into its base checkpoint, tensor by tensor, into a standalone Hugging Face folder."""

@@ -1,0 +1,53 @@
+"""The arithmetic of a merge: float32 accumulation in chunks that fit the processor's cache, one rounding at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from relax_pipeline.merge.deltas import Factors
+
+CHUNK_ELEMENTS = 1 << 18
+"""1 MiB of float32: three such buffers stay in the cache of one core."""
+
+ReadRows = Callable[[int, int], torch.Tensor]
+
+
+def fold_chunks(
+    read_rows: ReadRows, *, shape: tuple[int, int], factors: Sequence[Factors]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (old rows as read, new rows in float32) of one matrix, top to bottom.
+
+    The new rows are one buffer, used again for the next chunk.
+
+    Args:
+        read_rows: Returns rows [start:stop] in any float dtype.
+        shape: (rows, columns) of the matrix as stored.
+        factors: What to add; regions may overlap.
+    """
+    num_rows, num_columns = shape
+    step = max(1, CHUNK_ELEMENTS // max(1, num_columns))
+    buffer = torch.empty(min(step, num_rows), num_columns)
+    for start in range(0, num_rows, step):
+        stop = min(start + step, num_rows)
+        old = read_rows(start, stop)
+        new = buffer[: stop - start].copy_(old)
+        for factor in factors:
+            add_delta(new, start, factor, num_rows)
+        yield old, new
+
+
+def add_delta(rows: torch.Tensor, first_row: int, factors: Factors, num_rows: int) -> None:
+    """Add scaling * left @ right to the rows [first_row:first_row+len(rows)] of a matrix, in place."""
+    start, stop, step = factors.rows.indices(num_rows)
+    last_row = min(first_row + len(rows), stop)
+    low = max(0, -((start - first_row) // step))
+    high = max(low, -((start - last_row) // step))
+    if low == high:
+        return
+    target = rows[start + low * step - first_row : last_row - first_row : step, factors.columns]
+    target.add_(factors.left[low:high] @ factors.right, alpha=factors.scaling)
+    if factors.magnitude is not None:
+        norms = torch.linalg.vector_norm(target, dim=1)
+        target.mul_((factors.magnitude[low:high] / norms).unsqueeze(1))

@@ -1,0 +1,75 @@
+"""Checks that need more than headers, made before the first byte is written and after the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from relax_pipeline.errors import MergeError
+from relax_pipeline.merge.deltas import load_factors
+from relax_pipeline.merge.execute import ShardRecord
+from relax_pipeline.merge.outputs import Output, check_finite
+from relax_pipeline.merge.plan import MergePlan
+from relax_pipeline.merge.report import read_report
+
+BaseCheck = Literal["matched", "other base allowed", "not recorded"]
+
+
+def check_adapter_values(plan: MergePlan) -> None:
+    """Fail where the adapter holds NaN or infinity.
+
+    Raises:
+        MergeError: With the tensor's name.
+    """
+    for name in plan.adapter.tensors:
+        check_finite(plan.adapter.tensors[name], name)
+
+
+def check_base(plan: MergePlan, base_digest: str, adapter_digest: str, *, allow_other_base: bool) -> BaseCheck:
+    """Fail where the base is not the adapter's, or already contains it.
+
+    Raises:
+        MergeError: With both digests, or with the name of the folder that is merged already.
+    """
+    merged = read_report(plan.base.folder)
+    if merged and adapter_digest in merged.merged_adapters:
+        raise MergeError(
+            f"{plan.base.folder} already contains this adapter ({adapter_digest[:12]}); merge the original base"
+        )
+    recorded = plan.adapter.base_digest
+    if recorded is None:
+        return "not recorded"
+    if recorded == base_digest:
+        return "matched"
+    if allow_other_base:
+        return "other base allowed"
+    raise MergeError(
+        f"the adapter was trained on base {recorded[:12]}, {plan.base.folder} is {base_digest[:12]}; give its own base "
+        "or allow another with --allow-other-base"
+    )
+
+
+def unchanged_tensors(plan: MergePlan, records: Sequence[ShardRecord]) -> tuple[str, ...]:
+    """Return the targeted tensors that did not change because their delta is zero.
+
+    Raises:
+        MergeError: A tensor did not change although its delta is not zero: rounding took all of it.
+    """
+    moved = {name: count for record in records for name, (_, count) in record.moved.items()}
+    unchanged = [output for output in plan.changed if moved[output.info.name] == 0]
+    swallowed = [output.info.name for output in unchanged if _has_delta(output, plan)]
+    if swallowed:
+        raise MergeError(
+            f"{len(swallowed)} targeted tensors did not change, the first are {swallowed[:5]}: the deltas are "
+            f"smaller than a rounding step of {unchanged[0].info.dtype}; train longer, or serve it as an adapter"
+        )
+    return tuple(output.info.name for output in unchanged)
+
+
+def _has_delta(output: Output, plan: MergePlan) -> bool:
+    for matrix in range(output.source.matrices[0] if output.deltas else 0):
+        for delta in output.deltas:
+            factors = load_factors(delta, plan.adapter.tensors, matrix)
+            if factors and factors.left.any() and factors.right.any():
+                return True
+    return False
