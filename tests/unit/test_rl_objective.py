@@ -10,9 +10,9 @@ from relax_pipeline.config.algorithm import AlgorithmConfig
 from relax_pipeline.rl.objective import finalize_metrics, objective
 
 MASK = torch.tensor(
-    [[True] * 5, [True, True, False, False, False], [False] * 5, [True, False, True, True, False]]
-)  # 10 tokens in 3 sequences, one row without any
-TOKENS, SEQUENCES = 10, 3
+    [[True] * 5, [False, True, False, False, False], [False] * 5, [True, False, True, True, False]]
+)  # 9 tokens in 3 sequences, one row without any
+TOKENS, SEQUENCES = 9, 3
 EVERYTHING = {"kl_coef": 0.3, "entropy_coef": 0.2}
 
 
