@@ -127,6 +127,11 @@ class Rollout:
     seconds: Mapping[str, float]
     """Wall seconds of `generate` and `score`."""
 
+    @property
+    def drawn(self) -> tuple[RolloutGroup, ...]:
+        """All groups, dropped ones included: what the policy did on the prompts it was given."""
+        return self.groups + self.dropped
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:

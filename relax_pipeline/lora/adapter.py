@@ -19,14 +19,21 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Return the sha256 over dtype, shape and bytes."""
+    digest = hashlib.sha256(f"{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def combine_digests(digests: Mapping[str, str]) -> str:
+    """Return the sha256 over names and their tensors' digests, in name order: parts may be computed apart."""
+    return hashlib.sha256("".join(f"{name}|{digests[name]}|" for name in sorted(digests)).encode()).hexdigest()
+
+
 def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """Return the sha256 over names, dtypes, shapes and bytes, in name order."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+    return combine_digests({name: tensor_digest(tensor) for name, tensor in tensors.items()})
 
 
 def make_adapter(tensors: dict[str, torch.Tensor], *, spec: AdapterSpec, version: int) -> Adapter:

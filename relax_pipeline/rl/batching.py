@@ -1,7 +1,5 @@
 """From groups to training samples, from samples to micro-batches, from a micro-batch to padded tensors."""
 
-# ruff: noqa: N815 - fields carry shape suffixes
-
 from __future__ import annotations
 
 from collections.abc import Sequence

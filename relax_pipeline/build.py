@@ -1,0 +1,222 @@
+"""The one place that turns configuration into objects and processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from transformers import AutoTokenizer, GenerationConfig
+
+from relax_pipeline.checkpoint.lock import run_lock
+from relax_pipeline.checkpoint.manifest import Identity
+from relax_pipeline.config import FsdpTrainerConfig, HfEngineConfig, RunConfig
+from relax_pipeline.data.dataset import PromptDataset
+from relax_pipeline.data.prompts import load_rows
+from relax_pipeline.data.stream import PromptStream
+from relax_pipeline.errors import ConfigError, ModelError
+from relax_pipeline.remote.cluster import num_cpus, num_gpus, ray_cluster
+from relax_pipeline.remote.engine import RemoteEngine
+from relax_pipeline.remote.scoring import ScoringWorkers
+from relax_pipeline.remote.trainer import RemoteTrainer
+from relax_pipeline.rollout.base import Engine
+from relax_pipeline.rollout.hf import HfEngine
+from relax_pipeline.rollout.pool import EnginePool
+from relax_pipeline.safetensors_io.identity import model_digest
+from relax_pipeline.session.collect import Collector, Sampler
+from relax_pipeline.session.session import Evaluation, TrainingSession
+from relax_pipeline.storage.files import write_atomic
+from relax_pipeline.sync.sync import WeightSync
+from relax_pipeline.trainer.base import Trainer
+from relax_pipeline.trainer.fsdp import FsdpTrainer, RankLayout
+from relax_pipeline.types import SamplingParams
+
+EngineFactory = Callable[..., Engine]
+_PROBE_TOKENS = 64
+_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25}
+"""Largest probe difference that arithmetic alone explains, by compute dtype; a missing adapter is far beyond."""
+
+
+def run_folder(config: RunConfig) -> Path:
+    """Return the folder of a run's files."""
+    return Path(config.output_dir).expanduser().resolve() / config.run_name
+
+
+@contextmanager
+def open_session(config: RunConfig, *, engine: EngineFactory | None = None) -> Iterator[TrainingSession]:
+    """Start trainer, engines and reward workers, and end them all at the end of the block, however it ends.
+
+    Args:
+        config: The run.
+        engine: Makes an engine in its process, instead of the configured backend's class.
+
+    Raises:
+        ConfigError: A backend is not available, or a setting does not fit the model.
+        RunLockedError: Another process trains this run.
+    """
+    folder = run_folder(config)
+    with ExitStack() as stack:
+        stack.enter_context(run_lock(folder))
+        write_atomic(folder / "config.json", config.model_dump_json(indent=2) + "\n")
+        tokenizer = _load_tokenizer(config)
+        dataset = PromptDataset(load_rows(config.data.train), tokenizer, config.data)
+        evaluation = _evaluation(config, tokenizer)
+        identity = _identity(config, dataset.fingerprint)
+        stack.enter_context(ray_cluster(config.cluster, namespace=f"relax-{config.run_name}"))
+        scorer = ScoringWorkers(config.rewards, startup_timeout=config.sync.timeout_seconds)
+        stack.callback(scorer.close)
+        trainer = _start_trainer(config, folder)
+        stack.callback(trainer.close)
+        pool = _start_engines(config, engine or _engine_class(config))
+        stack.callback(pool.close)
+        probe = [dataset.prompt(index % len(dataset)).token_ids[:_PROBE_TOKENS] for index in (0, 1)]
+        sync = WeightSync(
+            trainer=trainer,
+            pool=pool,
+            config=config.sync,
+            tolerance=config.sync.probe_tolerance or _TOLERANCES[config.model.dtype],
+            probe=probe,
+            keep_versions=config.rollout.staleness + 2,
+        )
+        sync.check_bases()
+        sampler = Sampler(
+            pool=pool, scorer=scorer, tokenizer=tokenizer, heal=sync.heal, pinned=config.sync.mode == "adapter"
+        )
+        session = TrainingSession(
+            config=config,
+            run_folder=folder,
+            identity=identity,
+            trainer=trainer,
+            pool=pool,
+            sync=sync,
+            sampler=sampler,
+            collector=lambda position: Collector(
+                sampler=sampler,
+                stream=PromptStream(dataset, seed=config.seed, shuffle=config.data.shuffle, position=position),
+                config=config.rollout,
+                sampling=_sampling(config, tokenizer),
+                seed=config.seed,
+            ),
+            evaluation=evaluation,
+        )
+        processes = {"driver": os.getpid(), "trainer": trainer.pids(), "engines": _engine_pids(pool)}
+        write_atomic(folder / "processes.json", json.dumps(processes) + "\n")
+        stack.callback(session.close)
+        yield session
+
+
+def _start_trainer(config: RunConfig, folder: Path) -> RemoteTrainer:
+    if not isinstance(config.trainer, FsdpTrainerConfig):
+        raise ConfigError(f"trainer.kind {config.trainer.kind!r} is not available yet; use fsdp")
+    ranks = config.trainer.num_processes
+    rendezvous = f"file://{folder / f'.rendezvous-{uuid4().hex[:8]}'}" if ranks > 1 else None
+    builds: list[Callable[[], Trainer]] = [
+        partial(FsdpTrainer, config, RankLayout(rank, ranks, rendezvous)) for rank in range(ranks)
+    ]
+    return RemoteTrainer(
+        builds,
+        num_threads=max(1, num_cpus() // ranks),
+        num_gpus=_gpu_share(config, config.trainer.device),
+        timeout=config.trainer.step_timeout_seconds,
+    )
+
+
+def _engine_class(config: RunConfig) -> EngineFactory:
+    if not isinstance(config.engine, HfEngineConfig):
+        raise ConfigError(f"engine.kind {config.engine.kind!r} is not available yet; use hf")
+    return HfEngine
+
+
+def _start_engines(config: RunConfig, factory: EngineFactory) -> EnginePool:
+    assert isinstance(config.engine, HfEngineConfig)
+    engine = config.engine
+    threads, gpus = max(1, num_cpus() // engine.replicas), _gpu_share(config, engine.device)
+
+    def spawn(index: int) -> RemoteEngine:
+        return RemoteEngine(
+            partial(factory, engine_id=f"engine-{index}", model=config.model, config=engine),
+            name=f"engine {index}",
+            num_threads=threads,
+            num_gpus=gpus,
+            control_timeout=config.sync.timeout_seconds,
+            generate_timeout=config.rollout.timeout_seconds,
+        )
+
+    return EnginePool(spawn, replicas=engine.replicas, restarts=engine.restarts, chunk_size=engine.batch_size)
+
+
+def _engine_pids(pool: EnginePool) -> list[int]:
+    return [slot.engine.pid() for slot in pool.slots if isinstance(slot.engine, RemoteEngine)]
+
+
+def _gpu_share(config: RunConfig, device: str) -> float:
+    """Return the GPUs one process reserves: a whole one, or half where trainer and engines share."""
+    if device == "cpu" or num_gpus() == 0:
+        return 0
+    return 0.5 if config.cluster.colocate else 1
+
+
+def _load_tokenizer(config: RunConfig) -> Any:
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        raise ModelError(f"model.path: no folder {folder}; download the base model there, or correct the path")
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=config.model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path: {folder} holds no tokenizer transformers can load: {error}") from error
+
+
+def _sampling(config: RunConfig, tokenizer: Any) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop_token_ids=_stop_token_ids(config, tokenizer),
+    )
+
+
+def _stop_token_ids(config: RunConfig, tokenizer: Any) -> tuple[int, ...]:
+    """Return the ids that end a completion: the run's, the model's, and the tokenizer's."""
+    stops = set(config.rollout.stop_token_ids)
+    if (Path(config.model.path) / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(config.model.path).eos_token_id
+        stops |= set(eos if isinstance(eos, list) else [eos])
+    stops.add(tokenizer.eos_token_id)
+    return tuple(sorted(stop for stop in stops if stop is not None))
+
+
+def _evaluation(config: RunConfig, tokenizer: Any) -> Evaluation | None:
+    if config.evaluation is None:
+        return None
+    settings = config.evaluation
+    dataset = PromptDataset(load_rows(settings.source), tokenizer, config.data)
+    sampling = SamplingParams(
+        max_new_tokens=settings.max_new_tokens or config.rollout.max_new_tokens,
+        temperature=settings.temperature,
+        stop_token_ids=_stop_token_ids(config, tokenizer),
+    )
+    prompts = [dataset.prompt(index) for index in range(len(dataset))]
+    return Evaluation(prompts, settings.completions_per_prompt, sampling)
+
+
+def _identity(config: RunConfig, data_fingerprint: str) -> Identity:
+    return Identity(
+        base_digest=model_digest(Path(config.model.path)),
+        rank=config.lora.rank,
+        alpha=config.lora.alpha,
+        target_modules=tuple(sorted(config.lora.target_modules)),
+        scope=config.lora.scope,
+        saves_lora_only=config.saves_lora_only,
+        seed=config.seed,
+        data_fingerprint=data_fingerprint,
+        trainer=config.trainer.kind,
+    )

@@ -1,0 +1,182 @@
+"""The checkpoints of one run: written whole, verified, pruned."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from relax_pipeline.checkpoint.manifest import COMMITTED_FILE, MANIFEST_FILE, FileEntry, Manifest, read_manifest
+from relax_pipeline.errors import CheckpointError, RelaxError
+from relax_pipeline.storage.files import fsync_path, fsync_tree, sha256_file, write_atomic
+
+_STEP_FOLDER = re.compile(r"step-(\d{7,})")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRef:
+    """A committed checkpoint."""
+
+    step: int
+    path: Path
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all its files."""
+        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
+
+class CheckpointStore:
+    """A folder of checkpoints. One process writes at a time (`RunLock`); any number may read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, manifest: Manifest, write: Callable[[Path], None]) -> CheckpointRef:
+        """Write a checkpoint; the same step again replaces what is there.
+
+        Args:
+            manifest: All but the files.
+            write: Fills the folder it is given.
+
+        Raises:
+            CheckpointError: Nothing was written, e.g. because the disk is full; earlier checkpoints are as they were.
+        """
+        final = self.folder / f"step-{manifest.step:07d}"
+        temporary = self.folder / f".tmp-{final.name}"
+        try:
+            self._remove_leftovers()
+            temporary.mkdir(parents=True)
+            write(temporary)
+            _seal(temporary, manifest)
+            if final.exists():
+                self._discard(final)
+            temporary.rename(final)
+            fsync_path(self.folder)
+        except (OSError, SafetensorError, RelaxError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(_explain_failure(error, final, self.folder)) from error
+        return CheckpointRef(manifest.step, final)
+
+    def committed(self) -> list[CheckpointRef]:
+        """Return the committed checkpoints, oldest first; unfinished ones are not listed."""
+        refs = []
+        for path in self.folder.glob("step-*"):
+            match = _STEP_FOLDER.fullmatch(path.name)
+            if match and (path / COMMITTED_FILE).is_file():
+                refs.append(CheckpointRef(int(match.group(1)), path))
+        return sorted(refs, key=lambda ref: ref.step)
+
+    def newest_intact(self, on_damaged: Callable[[CheckpointError], None]) -> CheckpointRef | None:
+        """Return the newest checkpoint whose files are as they were written, or None where there is none at all.
+
+        Args:
+            on_damaged: Told of each newer checkpoint that was passed over.
+
+        Raises:
+            CheckpointError: There are checkpoints, and every one is damaged.
+        """
+        refs = self.committed()
+        for ref in reversed(refs):
+            try:
+                verify(ref)
+            except CheckpointError as error:
+                on_damaged(error)
+                continue
+            return ref
+        if refs:
+            raise CheckpointError(f"all {len(refs)} checkpoints in {self.folder} are damaged; see the messages above")
+        return None
+
+    def prune(self, *, keep_last: int, keep_every: int | None) -> list[CheckpointRef]:
+        """Delete old checkpoints, never one that is in use, and return those deleted."""
+        deleted = []
+        for ref in self.committed()[:-keep_last]:
+            if keep_every and ref.step % keep_every == 0:
+                continue
+            if self._discard(ref.path):
+                deleted.append(ref)
+        return deleted
+
+    def _discard(self, path: Path) -> bool:
+        """Take a checkpoint out of sight at once, then delete it; False if a reader holds it."""
+        with (path / COMMITTED_FILE).open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            trash = path.with_name(f".trash-{path.name}")
+            path.rename(trash)
+        shutil.rmtree(trash)
+        return True
+
+    def _remove_leftovers(self) -> None:
+        """Delete what an attempt that was killed has left."""
+        for pattern in (".tmp-*", ".trash-*"):
+            for path in self.folder.glob(pattern):
+                shutil.rmtree(path)
+
+
+def verify(ref: CheckpointRef) -> Manifest:
+    """Compare every file with the manifest and return it.
+
+    Raises:
+        CheckpointError: A file is missing, extra, or differs in size or content; names it.
+    """
+    manifest = read_manifest(ref.path)
+    if (ref.path / COMMITTED_FILE).read_text() != sha256_file(ref.path / MANIFEST_FILE):
+        raise CheckpointError(f"{ref.path / MANIFEST_FILE} is not the one that was committed")
+    found = _payload_files(ref.path)
+    if found.keys() != manifest.files.keys():
+        difference = sorted(found.keys() ^ manifest.files.keys())
+        raise CheckpointError(f"{ref.path} has missing or extra files: {', '.join(difference[:5])}")
+    for name, entry in manifest.files.items():
+        size = found[name].stat().st_size
+        if size != entry.size:
+            raise CheckpointError(f"{found[name]} has {size:,} bytes, {entry.size:,} were written")
+        if sha256_file(found[name]) != entry.sha256:
+            raise CheckpointError(f"{found[name]} has changed since it was written: its sha256 differs")
+    return manifest
+
+
+@contextmanager
+def in_use(ref: CheckpointRef) -> Iterator[None]:
+    """Keep a checkpoint from being pruned while this process reads it; a crash lets go of it."""
+    with (ref.path / COMMITTED_FILE).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+def _seal(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest over all files, flush everything, and commit."""
+    entries = {
+        name: FileEntry(size=f.stat().st_size, sha256=sha256_file(f)) for name, f in _payload_files(folder).items()
+    }
+    if not entries:
+        raise CheckpointError(f"nothing was written to {folder}")
+    sealed = manifest.model_copy(update={"files": entries})
+    (folder / MANIFEST_FILE).write_text(sealed.model_dump_json(indent=2) + "\n")
+    fsync_tree(folder)
+    write_atomic(folder / COMMITTED_FILE, sha256_file(folder / MANIFEST_FILE))
+
+
+def _payload_files(folder: Path) -> dict[str, Path]:
+    own = {MANIFEST_FILE, COMMITTED_FILE}
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {name: path for path in files if (name := path.relative_to(folder).as_posix()) not in own}
+
+
+def _explain_failure(error: Exception, final: Path, folder: Path) -> str:
+    message = f"{final.name} was not saved: {error}"
+    if isinstance(error, PermissionError):
+        return f"{message}; make {folder} writable, or set output_dir to a folder that is"
+    if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+        return f"{message}; free space on the disk of {folder}, or lower checkpoint.keep_last, and run again"
+    return f"{message}; earlier checkpoints are as they were"

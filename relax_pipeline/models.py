@@ -1,0 +1,131 @@
+"""transformers models with PEFT adapters inside: what the fsdp trainer and the hf engine share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from relax_pipeline.config import ModelConfig
+from relax_pipeline.errors import ModelError
+from relax_pipeline.lora.names import lora_key
+from relax_pipeline.types import AdapterSpec
+
+
+def resolve_device(device: str) -> torch.device:
+    """Return the torch device behind a config value; `auto` takes the GPU this process may see, if any."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("device is cuda, and torch finds no GPU here; set device to auto or cpu")
+    return torch.device(device)
+
+
+def load_model(config: ModelConfig, *, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Load a causal language model from a local folder, in evaluation mode, its weights frozen.
+
+    Args:
+        config: The folder and its dtype.
+        device: Where the weights go.
+        dtype: Instead of the config's.
+
+    Raises:
+        ModelError: The folder is missing or is no checkpoint transformers can load.
+    """
+    folder = Path(config.path)
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model.path {config.path!r} is no Hugging Face checkpoint: {folder / 'config.json'} does not exist"
+        )
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype or getattr(torch, config.dtype),
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=True,
+            attn_implementation="sdpa",
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path {config.path!r} cannot be loaded: {error}") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+def linear_leaf_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the sorted leaf names of all linear layers: what can carry an adapter."""
+    return tuple(sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)}))
+
+
+def inject_adapter(
+    model: nn.Module, *, name: str, spec: AdapterSpec, modules: Sequence[str], on_meta: bool = False
+) -> None:
+    """Put a LoRA adapter on the named modules and make it the active one; B starts at zero.
+
+    Args:
+        model: Changed in place.
+        name: Of the adapter, free of dots.
+        spec: Rank, alpha, dropout.
+        modules: Full module names.
+        on_meta: Leave the tensors without memory, to be assigned by the caller.
+    """
+    config = PeftLoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,
+        lora_dropout=spec.dropout,
+        target_modules=list(modules),
+        bias="none",
+    )
+    inject_adapter_in_model(config, model, adapter_name=name, low_cpu_mem_usage=on_meta)
+    for _, layer in lora_layers(model):
+        layer.set_adapter(name)
+
+
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (module name, PEFT LoRA layer) in model order."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module
+
+
+def adapter_linears(model: nn.Module, name: str) -> dict[str, nn.Linear]:
+    """Return the layers that hold the adapter's tensors, by the tensors' HF-PEFT names."""
+    linears: dict[str, nn.Linear] = {}
+    for module, layer in lora_layers(model):
+        if name in layer.lora_A:
+            linears[lora_key(module, "A")] = layer.lora_A[name]
+            linears[lora_key(module, "B")] = layer.lora_B[name]
+    return linears
+
+
+def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
+    """Return the adapter's parameters by HF-PEFT name."""
+    return {key: linear.weight for key, linear in adapter_linears(model, name).items()}
+
+
+@contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Run the bare base inside this block."""
+    layers = [layer for _, layer in lora_layers(model)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def base_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the model's own weights by the name they have without adapters, not copied."""
+    return {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in model.state_dict().items()
+        if ".lora_A." not in name and ".lora_B." not in name
+    }

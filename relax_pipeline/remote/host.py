@@ -1,0 +1,118 @@
+"""One object in a process of its own: started, called with a deadline, killed, with its own errors raised here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from relax_pipeline.errors import RelaxError
+
+
+class _Host:
+    """Builds an object and calls its methods by name. No logic of its own."""
+
+    def __init__(self, build: Callable[[], Any], num_threads: int) -> None:
+        import torch  # noqa: PLC0415 - in this process only, and before the object
+
+        torch.set_num_threads(num_threads)
+        self._target = build()
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._target, method)(*args, **kwargs)
+
+    def split(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Call, and return the small part and the heavy `content` as two objects, so that the latter stays here."""
+        result = getattr(self._target, method)(*args, **kwargs)
+        content = result.content
+        object.__setattr__(result, "content", None)
+        return result, content
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Host:
+    """A handle on a hosted object."""
+
+    def __init__(
+        self,
+        build: Callable[[], Any],
+        *,
+        name: str,
+        error: type[RelaxError],
+        num_threads: int = 1,
+        num_gpus: float = 0,
+    ) -> None:
+        """Start the process; `build` runs in it. Non-detached: it dies with this process, however that dies.
+
+        Args:
+            build: Makes the object; pickled to the process.
+            name: For messages.
+            error: Raised here when the process dies, hangs, or raises something that is not a RelaxError.
+            num_threads: torch threads in the process.
+            num_gpus: GPUs reserved for it.
+        """
+        self._name, self._error = name, error
+        options = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0, "max_task_retries": 0}
+        self._actor: Any = ray.remote(_Host).options(**options).remote(build, num_threads)
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Start a call; its result is got with `result`."""
+        return self._actor.call.remote(method, *args, **kwargs)
+
+    def submit_split(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Start a call whose result has a `content`; the second handle may be passed to another host unopened."""
+        small, content = self._actor.split.options(num_returns=2).remote(method, *args, **kwargs)
+        return small, content
+
+    def result(self, reference: Any, *, timeout: float) -> Any:
+        """Wait for a call.
+
+        Raises:
+            RelaxError: What the object raised; or this host's error if the process died or missed the deadline, in
+                which case it is killed.
+        """
+        try:
+            return ray.get(reference, timeout=timeout)
+        except GetTimeoutError as error:
+            self.kill()
+            raise self._error(f"{self._name} gave no answer within {timeout:g} s and was killed") from error
+        except RayTaskError as error:
+            if isinstance(error.cause, RelaxError):
+                raise error.cause from None
+            raise self._error(f"{self._name} failed: {error.cause!r}\n{error.traceback_str}") from error
+        except RayActorError as error:
+            raise self._error(f"{self._name} died: {_first_line(error)}") from error
+
+    def call(self, method: str, *args: Any, timeout: float, **kwargs: Any) -> Any:
+        """Call and wait; raises as `result`."""
+        return self.result(self.submit(method, *args, **kwargs), timeout=timeout)
+
+    def pid(self, *, timeout: float) -> int:
+        """Return the process id, once the object is built; raises as `result`."""
+        pid: int = self.result(self._actor.pid.remote(), timeout=timeout)
+        return pid
+
+    def kill(self) -> None:
+        """End the process at once."""
+        ray.kill(self._actor)
+
+
+def put(value: Any) -> Any:
+    """Place a value where all processes can read it, and return a handle that arrives as the value."""
+    return ray.put(value)
+
+
+def wait_any(references: Sequence[Any], *, timeout: float) -> list[Any]:
+    """Return the references that are done, waiting for at least one until the timeout."""
+    done, _ = ray.wait(list(references), num_returns=1, timeout=timeout)
+    return list(done)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

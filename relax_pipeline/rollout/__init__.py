@@ -1,0 +1,1 @@
+"""Engines: who samples completions, from which policy version."""

@@ -1,0 +1,153 @@
+"""Several engines behind one `generate`: work is dealt in fixed chunks, so a lost engine loses time, not samples."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from relax_pipeline.errors import EngineError
+from relax_pipeline.rollout.base import Engine, EngineInfo
+from relax_pipeline.types import Completion, GenerateRequest
+
+
+@dataclass(slots=True)
+class Slot:
+    """A place for an engine, which may be lost and replaced."""
+
+    index: int
+    engine: Engine
+    info: EngineInfo
+    restarts_left: int
+    failure: str | None = None
+    """Why the engine is quarantined: it serves nothing until it is replaced or synced again."""
+
+
+class EnginePool:
+    """All engines of a run.
+
+    A call's requests are split into the same chunks however many engines are alive, and a chunk that fails is
+    done again as it was. With engines whose output depends on the chunk only, results do not depend on failures.
+    """
+
+    def __init__(self, spawn: Callable[[int], Engine], *, replicas: int, restarts: int, chunk_size: int) -> None:
+        self._spawn = spawn
+        self._chunk_size = chunk_size
+        engines = [spawn(index) for index in range(replicas)]
+        self.slots = [Slot(index, engine, engine.info(), restarts) for index, engine in enumerate(engines)]
+        self.serving_version = -1
+        self._gate = threading.Condition()
+        self._in_flight = 0
+        self._closed_gate = False
+
+    def ready(self) -> list[Slot]:
+        """Return the slots whose engine may serve."""
+        return [slot for slot in self.slots if slot.failure is None]
+
+    def quarantine(self, slot: Slot, reason: str) -> None:
+        """Take an engine out of service."""
+        slot.failure = reason
+
+    def replace(self, slot: Slot) -> None:
+        """Start a new engine in a quarantined slot; it still has to be synced.
+
+        Raises:
+            EngineError: The slot's restarts are used up.
+        """
+        if slot.restarts_left == 0:
+            raise EngineError(f"engine {slot.index} failed and engine.restarts are used up; last: {slot.failure}")
+        slot.restarts_left -= 1
+        slot.engine.close()
+        slot.engine = self._spawn(slot.index)
+        slot.info = slot.engine.info()
+
+    def generate(
+        self, requests: Sequence[GenerateRequest], *, version: int | None, heal: Callable[[], None]
+    ) -> list[Completion]:
+        """Sample one completion a request.
+
+        Args:
+            requests: In order; neighbours share a chunk.
+            version: Policy version to sample from; None: whichever is served when a chunk starts.
+            heal: Called when no engine is left; brings at least one back, or raises.
+
+        Raises:
+            EngineError: No engine could be brought back.
+        """
+        size = min(self._chunk_size, -(-len(requests) // len(self.slots)))
+        chunks = [requests[start : start + size] for start in range(0, len(requests), size)]
+        results: dict[int, list[Completion]] = {}
+        while len(results) < len(chunks):
+            if not self.ready():
+                heal()
+            todo: SimpleQueue[int] = SimpleQueue()
+            for number in range(len(chunks)):
+                if number not in results:
+                    todo.put(number)
+            with ThreadPoolExecutor(len(self.slots)) as threads:
+                work = [threads.submit(self._serve, slot, chunks, todo, results, version) for slot in self.ready()]
+            for future in work:
+                future.result()
+        return [completion for number in range(len(chunks)) for completion in results[number]]
+
+    @contextmanager
+    def drained(self) -> Iterator[None]:
+        """Hold back new chunks, wait for those in flight, and keep the engines idle inside this block."""
+        with self._gate:
+            self._closed_gate = True
+            self._gate.wait_for(lambda: self._in_flight == 0)
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._closed_gate = False
+                self._gate.notify_all()
+
+    def close(self) -> None:
+        """Stop all engines."""
+        for slot in self.slots:
+            slot.engine.close()
+
+    def _serve(
+        self,
+        slot: Slot,
+        chunks: Sequence[Sequence[GenerateRequest]],
+        todo: SimpleQueue[int],
+        results: dict[int, list[Completion]],
+        version: int | None,
+    ) -> None:
+        """Do chunks on one engine until none is left or the engine fails."""
+        while slot.failure is None:
+            try:
+                number = todo.get_nowait()
+            except Empty:
+                return
+            with self._admitted():
+                wanted = self.serving_version if version is None else version
+                try:
+                    completions = slot.engine.generate(chunks[number], version=wanted)
+                except EngineError as error:
+                    self.quarantine(slot, str(error))
+                    todo.put(number)
+                    return
+            served = {completion.policy_version for completion in completions}
+            if served != {wanted} or len(completions) != len(chunks[number]):
+                self.quarantine(slot, f"asked for version {wanted}, answered {len(completions)} samples of {served}")
+                todo.put(number)
+                return
+            results[number] = completions
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        with self._gate:
+            self._gate.wait_for(lambda: not self._closed_gate)
+            self._in_flight += 1
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._in_flight -= 1
+                self._gate.notify_all()

@@ -1,0 +1,114 @@
+"""One training step: from a scored rollout to optimizer steps and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_pipeline.config import RunConfig
+from relax_pipeline.errors import TrainerError
+from relax_pipeline.rewards.overlong import overlong_penalty
+from relax_pipeline.rl.batching import make_samples, split_updates
+from relax_pipeline.trainer.base import Trainer
+from relax_pipeline.types import Rollout, RolloutGroup, TrainingSample
+
+
+def learn(trainer: Trainer, rollout: Rollout, config: RunConfig) -> dict[str, float]:
+    """Take the optimizer steps of one rollout and return the mean of their metrics.
+
+    A rollout without a group to learn from takes none: the policy version stays, and `train/updates` is 0.
+
+    Raises:
+        TrainerError: A sample is older than rollout.staleness allows, or the trainer failed.
+    """
+    groups = make_samples(
+        rollout,
+        [_shaped_rewards(group, config) for group in rollout.groups],
+        advantage=config.algorithm.advantage,
+        filter_overlong=config.rewards.overlong.mode == "filter",
+    )
+    groups = [group for group in groups if any(sample.loss_mask.any() for sample in group)]
+    if not groups:
+        return {"train/updates": 0.0}
+    metrics = staleness(groups, trainer.policy_version(), config)
+    updates = split_updates(groups, config.algorithm.updates_per_rollout)
+    if len(updates) > 1:
+        updates = [_with_policy_logprobs(trainer, samples, config.rollout.temperature) for samples in updates]
+    steps = []
+    for samples in updates:
+        step = trainer.forward_backward(samples, temperature=config.rollout.temperature)
+        steps.append(step | trainer.optim_step())
+    metrics |= {f"train/{name}": value for name, value in _mean(steps).items()}
+    metrics |= {f"adapter_norm/{kind}": norm for kind, norm in trainer.adapter_norms().items()}
+    return metrics | {"train/updates": float(len(updates))}
+
+
+def staleness(groups: Iterable[Sequence[TrainingSample]], policy_version: int, config: RunConfig) -> dict[str, float]:
+    """Return how many versions the samples are behind the trainer.
+
+    Raises:
+        TrainerError: One is further behind than was asked for.
+    """
+    behind = np.array([policy_version - sample.policy_version for group in groups for sample in group])
+    limit = config.rollout.staleness * config.algorithm.updates_per_rollout
+    if behind.max() > limit or behind.min() < 0:
+        raise TrainerError(
+            f"the rollout holds samples {behind.min()} to {behind.max()} versions behind policy version "
+            f"{policy_version}; rollout.staleness allows 0 to {limit}"
+        )
+    return {"staleness/mean": float(behind.mean()), "staleness/max": float(behind.max())}
+
+
+def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+    """Return what the policy did on all prompts it was given, dropped groups included."""
+    groups = rollout.drawn
+    rewards = np.concatenate([group.rewards for group in groups])
+    lengths = np.array([len(c.token_ids) for group in groups for c in group.completions])
+    cut = [c.finish_reason == "length" for group in groups for c in group.completions]
+    scores = [score for group in groups for score in group.scores]
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/timed_out": float(sum(score.timed_out for score in scores)),
+        "rollout/zero_variance_share": len(rollout.dropped) / len(groups),
+        "rollout/completions": float(len(rewards)),
+        "rollout/tokens": float(lengths.sum()),
+        "rollout/length_mean": float(lengths.mean()),
+        "rollout/cut_share": float(np.mean(cut)),
+        "rollout/versions": float(len({c.policy_version for group in groups for c in group.completions})),
+    }
+    return metrics | {f"reward/{name}": value for name, value in _mean([s.metrics for s in scores]).items()}
+
+
+def _shaped_rewards(group: RolloutGroup, config: RunConfig) -> NDArray[np.float64]:
+    """Return the group's rewards, with the length penalty where it is on."""
+    overlong = config.rewards.overlong
+    if overlong.mode != "penalty":
+        return group.rewards
+    penalties = [
+        overlong_penalty(
+            len(completion.token_ids),
+            max_new_tokens=config.rollout.max_new_tokens,
+            buffer_tokens=overlong.buffer_tokens,
+            factor=overlong.factor,
+        )
+        for completion in group.completions
+    ]
+    return group.rewards + np.array(penalties, dtype=np.float64)
+
+
+def _with_policy_logprobs(
+    trainer: Trainer, samples: Sequence[TrainingSample], temperature: float
+) -> list[TrainingSample]:
+    """Note the logprobs of the policy before the first update: later updates measure their ratio from there."""
+    logprobs = trainer.logprobs(samples, temperature=temperature)
+    return [replace(sample, policy_logprobs=values) for sample, values in zip(samples, logprobs, strict=True)]
+
+
+def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the rows that have it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: float(np.mean([row[name] for row in rows if name in row])) for name in names}

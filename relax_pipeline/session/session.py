@@ -1,0 +1,232 @@
+"""The phases of a training run, each one call: restore, sync, rollout, score, train, evaluate, save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from relax_pipeline.checkpoint.manifest import Identity, Manifest, check_continues
+from relax_pipeline.checkpoint.store import CheckpointRef, CheckpointStore, verify
+from relax_pipeline.config import RunConfig
+from relax_pipeline.errors import CheckpointError, TrainerError
+from relax_pipeline.metrics.log import StepLog
+from relax_pipeline.rollout.pool import EnginePool
+from relax_pipeline.session.collect import Collector, Sampler
+from relax_pipeline.session.learn import learn, rollout_metrics
+from relax_pipeline.sync.report import SyncReport
+from relax_pipeline.sync.sync import WeightSync
+from relax_pipeline.trainer.base import Trainer
+from relax_pipeline.types import DataPosition, Prompt, Rollout, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Where a session starts."""
+
+    step: int
+    """Steps done."""
+    policy_version: int
+    checkpoint: Path | None
+    """None: from the base."""
+    passed_over: tuple[str, ...]
+    """Newer checkpoints that were damaged, and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Held-out prompts and how they are answered."""
+
+    prompts: Sequence[Prompt]
+    num_completions: int
+    sampling: SamplingParams
+
+
+class TrainingSession:
+    """A run on live processes. Steps count from 1; `step` is the number of steps done.
+
+    Attributes:
+        config: Of the run.
+        metrics: A row a step.
+        samples: Trained prompts and a few completions, a row a step.
+        checkpoints: Of the run.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run_folder: Path,
+        identity: Identity,
+        trainer: Trainer,
+        pool: EnginePool,
+        sync: WeightSync,
+        sampler: Sampler,
+        collector: Callable[[DataPosition], Collector],
+        evaluation: Evaluation | None,
+    ) -> None:
+        self.config = config
+        self.metrics = StepLog(run_folder / "metrics.jsonl")
+        self.samples = StepLog(run_folder / "samples.jsonl")
+        self.checkpoints = CheckpointStore(run_folder / "checkpoints")
+        self._identity, self._trainer, self._pool, self._sync = identity, trainer, pool, sync
+        self._sampler, self._make_collector, self._evaluation = sampler, collector, evaluation
+        self._collector: Collector | None = None
+        self._position = DataPosition()
+        self._rollout: Rollout | None = None
+        self._row: dict[str, float] = {}
+
+    def restore(self) -> Restored:
+        """Continue from the newest intact checkpoint, or start from the base.
+
+        Raises:
+            CheckpointError: All checkpoints are damaged, or this configuration cannot continue them.
+        """
+        passed_over: list[str] = []
+        ref = self.checkpoints.newest_intact(lambda error: passed_over.append(str(error)))
+        step = 0
+        if ref is not None:
+            manifest = verify(ref)
+            check_continues(manifest.identity, self._identity, folder=ref.path)
+            self._trainer.load(ref.path)
+            if self._trainer.policy_version() != manifest.policy_version:
+                raise CheckpointError(
+                    f"{ref.path}: the trainer loaded policy version {self._trainer.policy_version()}, "
+                    f"the manifest says {manifest.policy_version}"
+                )
+            step, self._position = ref.step, DataPosition(manifest.epoch, manifest.offset)
+        self.metrics.rewind(step)
+        self.samples.rewind(step)
+        self._collector = self._make_collector(self._position)
+        path = ref.path if ref else None
+        return Restored(step, self._trainer.policy_version(), path, tuple(passed_over))
+
+    def sync(self) -> SyncReport:
+        """Bring the engines to the trainer's policy and check that they run it."""
+        started = time.perf_counter()
+        report = self._sync.sync()
+        self._row |= report.metrics() | {"seconds/sync": time.perf_counter() - started}
+        return report
+
+    def rollout(self, step: int) -> dict[str, float]:
+        """Wait until the step's completions are generated."""
+        assert self._collector is not None, "restore comes first"
+        self._row["time/start"] = time.time()
+        completions = self._collector.start(step).generated.result()
+        return {"completions": completions}
+
+    def score(self, step: int) -> dict[str, float]:
+        """Wait until the step's completions are scored and enough groups can learn; start rollouts ahead."""
+        assert self._collector is not None, "restore comes first"
+        self._rollout = rollout = self._collector.finish(step)
+        last = min(step + self.config.rollout.staleness, self.config.steps)
+        for ahead in range(step + 1, last + 1):
+            self._collector.start(ahead)
+        metrics = rollout_metrics(rollout)
+        seconds = {f"seconds/{phase}": value for phase, value in rollout.seconds.items()}
+        self._row |= metrics | seconds
+        self._row["rollout/tokens_per_second"] = metrics["rollout/tokens"] / max(rollout.seconds["generate"], 1e-9)
+        return metrics
+
+    def train(self, step: int) -> dict[str, float]:
+        """Take the step's optimizer steps."""
+        rollout, self._rollout = self._rollout, None
+        assert rollout is not None, "score comes first"
+        assert rollout.step == step
+        started = time.perf_counter()
+        metrics = learn(self._trainer, rollout, self.config)
+        self._position = rollout.next_position
+        self._row |= metrics | {"seconds/train": time.perf_counter() - started}
+        self._row["policy_version"] = float(self._trainer.policy_version())
+        self._log_samples(rollout)
+        return metrics
+
+    def evaluate(self) -> dict[str, float]:
+        """Answer the held-out prompts with the policy the engines serve."""
+        if self._evaluation is None:
+            return {}
+        started = time.perf_counter()
+        groups = self._sampler.generate(
+            self._evaluation.prompts,
+            num_completions=self._evaluation.num_completions,
+            sampling=self._evaluation.sampling,
+            seed=(self.config.seed, "evaluation"),
+        )
+        groups = self._sampler.score(groups)
+        scores = [score for group in groups for score in group.scores]
+        names = dict.fromkeys(name for score in scores for name in score.metrics)
+        metrics = {f"eval/{n}": float(np.mean([s.metrics[n] for s in scores if n in s.metrics])) for n in names}
+        metrics["eval/reward"] = float(np.mean([score.value for score in scores]))
+        metrics["eval/policy_version"] = float(groups[0].completions[0].policy_version)
+        self._row |= metrics | {"seconds/evaluate": time.perf_counter() - started}
+        return metrics
+
+    def finish_step(self, step: int) -> dict[str, float]:
+        """Write the step's row and return it."""
+        row, self._row = self._row, {}
+        started = row.pop("time/start", None)
+        if started is not None:
+            row["seconds/step"] = time.time() - started
+        self.metrics.append(step, row)
+        return row
+
+    def save(self, step: int) -> CheckpointRef:
+        """Write a checkpoint and prune old ones.
+
+        Raises:
+            CheckpointError: Nothing was written; earlier checkpoints are as they were.
+        """
+        started = time.perf_counter()
+        manifest = Manifest(
+            run_name=self.config.run_name,
+            step=step,
+            policy_version=self._trainer.policy_version(),
+            identity=self._identity,
+            base_digest=self._identity.base_digest,
+            epoch=self._position.epoch,
+            offset=self._position.offset,
+            layout=self.config.trainer.model_dump(),
+        )
+        ref = self.checkpoints.save(manifest, self._trainer.save)
+        policy = self.config.checkpoint
+        self.checkpoints.prune(keep_last=policy.keep_last, keep_every=policy.keep_every)
+        self._row |= {"save/bytes": float(ref.num_bytes), "seconds/save": time.perf_counter() - started}
+        return ref
+
+    def check_learned(self) -> None:
+        """Refuse to call a run finished that never learned.
+
+        Raises:
+            TrainerError: No optimizer step was taken in the whole run.
+        """
+        if self._trainer.policy_version() == 0:
+            raise TrainerError(
+                f"no rollout of {self.config.steps} steps had a group to learn from: every completion of a prompt "
+                "got the same reward; check rewards.scorers and labels, use easier prompts, or more "
+                "rollout.completions_per_prompt"
+            )
+
+    def close(self) -> None:
+        """Stop rollouts that run ahead. Processes belong to whoever opened the session."""
+        if self._collector is not None:
+            self._collector.close()
+
+    def _log_samples(self, rollout: Rollout) -> None:
+        shown = [
+            {
+                "prompt": group.prompt.text,
+                "completion": text,
+                "label": group.prompt.label,
+                "reward": score.value,
+                "policy_version": completion.policy_version,
+            }
+            for group in rollout.drawn
+            for text, score, completion in zip(group.texts[:1], group.scores, group.completions, strict=False)
+        ]
+        prompts = [group.prompt.index for group in rollout.groups]
+        self.samples.append(
+            rollout.step, {"trained_prompts": prompts, "samples": shown[: self.config.tracking.sample_completions]}
+        )

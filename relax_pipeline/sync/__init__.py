@@ -1,0 +1,1 @@
+"""Trainer to engines: send, read back, compare, and only then serve."""

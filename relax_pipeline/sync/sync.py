@@ -1,0 +1,192 @@
+"""Keep every engine on the trainer's policy, and out of service until it has shown that it is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_pipeline.config import SyncConfig
+from relax_pipeline.errors import EngineError, SyncError
+from relax_pipeline.rollout.pool import EnginePool, Slot
+from relax_pipeline.sync.report import SyncReport
+from relax_pipeline.sync.verify import check_ack, probe_difference
+from relax_pipeline.sync.weights import Shipment, export_adapter, export_merged
+from relax_pipeline.trainer.base import Trainer
+from relax_pipeline.types import TrainingSample
+
+
+class WeightSync:
+    """Sends versions, checks them, remembers which engine incarnation acknowledged which, and retires old ones."""
+
+    def __init__(
+        self,
+        *,
+        trainer: Trainer,
+        pool: EnginePool,
+        config: SyncConfig,
+        tolerance: float,
+        probe: Sequence[Sequence[int]],
+        keep_versions: int,
+    ) -> None:
+        self._trainer, self._pool, self._config = trainer, pool, config
+        self._tolerance, self._keep_versions = tolerance, keep_versions
+        self._probe = [tuple(sequence) for sequence in probe]
+        self._acknowledged: dict[tuple[str, str], dict[int, str]] = {}
+        self._shipments: list[Shipment] = []
+        self._expected: dict[int, list[NDArray[np.float32]]] = {}
+        # The rollout thread heals while the trainer's thread syncs; engines are replaced by one at a time.
+        self._lock = threading.RLock()
+
+    def sync(self) -> SyncReport:
+        """Bring all engines to the trainer's policy version; a version an engine has acknowledged is not sent again.
+
+        Raises:
+            SyncError: No engine holds the version afterwards; lists why.
+        """
+        report = SyncReport(self._trainer.policy_version(), self._config.mode or "merge")
+        with self._lock:
+            with _timed(report.seconds, "export"):
+                self._export(report.version)
+            report.rounding_share = self._shipments[-1].rounding_share
+            if self._config.verify and report.version not in self._expected:
+                with _timed(report.seconds, "verify"):
+                    self._expected[report.version] = self._trainer_probe()
+            self._replace_quarantined()
+            with self._pool.drained() if self._config.mode == "merge" else nullcontext():
+                self._bring_up(report)
+                self._pool.serving_version = report.version
+            self._retire()
+        return report
+
+    def heal(self) -> None:
+        """Replace engines that failed and bring them to every version still in use.
+
+        Raises:
+            SyncError: No engine could be brought back.
+        """
+        with self._lock:
+            self._replace_quarantined()
+            self._bring_up(SyncReport(self._pool.serving_version, self._config.mode or "merge"))
+
+    def check_bases(self) -> None:
+        """Compare the base every engine loaded with the trainer's.
+
+        Raises:
+            SyncError: An engine serves another base than the one trained on.
+        """
+        expected = self._trainer.info().base_digest
+        for slot in self._pool.ready():
+            if slot.info.base_digest != expected:
+                raise SyncError(
+                    f"engine {slot.info.engine_id} loaded a base with digest {slot.info.base_digest[:12]}, "
+                    f"the trainer {expected[:12]}; both must read the same model.path with the same dtype"
+                )
+
+    def _export(self, version: int) -> None:
+        if self._shipments and self._shipments[-1].info.version == version:
+            return
+        if self._config.mode == "adapter":
+            self._shipments.append(export_adapter(self._trainer))
+        else:
+            self._shipments = [export_merged(self._trainer, buffer_bytes=self._config.buffer_bytes)]
+            self._expected.clear()
+
+    def _replace_quarantined(self) -> None:
+        for slot in self._pool.slots:
+            if slot.failure is not None:
+                try:
+                    self._pool.replace(slot)
+                    slot.failure = None
+                except EngineError as error:
+                    slot.failure = str(error)
+
+    def _bring_up(self, report: SyncReport) -> None:
+        """Send, activate and verify all versions in use on all ready engines at once; quarantine those that fail."""
+        with ThreadPoolExecutor(len(self._pool.slots)) as threads:
+            parts = list(threads.map(self._bring_up_engine, self._pool.ready()))
+        for part in parts:
+            report.include(part)
+        report.engines = [slot.info.engine_id for slot in self._pool.ready()]
+        report.quarantined = {str(s.index): s.failure for s in self._pool.slots if s.failure is not None}
+        if not report.engines:
+            reasons = "; ".join(f"engine {index}: {reason}" for index, reason in report.quarantined.items())
+            raise SyncError(f"no engine holds policy version {report.version}: {reasons}")
+
+    def _bring_up_engine(self, slot: Slot) -> SyncReport:
+        report = SyncReport(self._pool.serving_version, self._config.mode or "merge")
+        held = self._acknowledged.setdefault((slot.info.engine_id, slot.info.incarnation), {})
+        try:
+            for shipment in self._shipments:
+                if held.get(shipment.info.version) == shipment.info.digest:
+                    continue
+                with _timed(report.seconds, "transfer"):
+                    shipment.send(slot.engine)
+                report.num_bytes += shipment.info.num_bytes
+                with _timed(report.seconds, "activate"):
+                    ack = slot.engine.activate(shipment.info.version)
+                if self._config.verify:
+                    check_ack(ack, shipment.info)
+                    with _timed(report.seconds, "verify"):
+                        self._verify_probe(slot, shipment.info.version, report)
+                held[shipment.info.version] = ack.digest
+        except (EngineError, SyncError) as error:
+            self._pool.quarantine(slot, str(error))
+        return report
+
+    def _verify_probe(self, slot: Slot, version: int, report: SyncReport) -> None:
+        answered = slot.engine.logprobs(self._probe, version=version)
+        difference = probe_difference(answered, self._expected[version])
+        report.probe_difference = max(report.probe_difference or 0.0, difference)
+        if difference > self._tolerance:
+            raise SyncError(
+                f"engine {slot.info.engine_id} does not run version {version}: probe logprobs differ by "
+                f"{difference:.3g} from the trainer's, sync.probe_tolerance is {self._tolerance:g}"
+            )
+        if version == 0 and self._config.mode == "adapter":
+            bare = slot.engine.logprobs(self._probe, version=None)
+            if probe_difference(answered, bare) != 0.0:
+                raise SyncError(f"engine {slot.info.engine_id}: version 0 is not the base, though its lora_B is zero")
+
+    def _trainer_probe(self) -> list[NDArray[np.float32]]:
+        samples = [_probe_sample(sequence) for sequence in self._probe]
+        return self._trainer.logprobs(samples, temperature=1.0)
+
+    def _retire(self) -> None:
+        """Forget versions no rollout can still ask for; merge mode holds one version anyway."""
+        while len(self._shipments) > self._keep_versions:
+            old = self._shipments.pop(0).info.version
+            self._expected.pop(old, None)
+            for slot in self._pool.ready():
+                try:
+                    slot.engine.retire(old)
+                except EngineError as error:
+                    self._pool.quarantine(slot, str(error))
+
+
+def _probe_sample(sequence: Sequence[int]) -> TrainingSample:
+    """All tokens after the first, as a completion."""
+    rest = np.array(sequence[1:], dtype=np.int64)
+    return TrainingSample(
+        prompt_ids=np.array(sequence[:1], dtype=np.int64),
+        completion_ids=rest,
+        loss_mask=np.ones(len(rest), dtype=bool),
+        rollout_logprobs=np.zeros(len(rest), dtype=np.float32),
+        advantage=0.0,
+        policy_version=0,
+    )
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add a block's wall seconds to a phase."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start

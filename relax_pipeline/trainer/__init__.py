@@ -1,0 +1,1 @@
+"""Trainers: who owns the adapter, the optimizer and the policy version."""

@@ -1,0 +1,247 @@
+"""The transformers + PEFT trainer: one process as it stands, FSDP2 over several. Runs on a CPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import nn
+
+from relax_pipeline.config import FsdpTrainerConfig, RunConfig
+from relax_pipeline.errors import TrainerError
+from relax_pipeline.lora.adapter import write_adapter
+from relax_pipeline.models import adapters_disabled, resolve_device
+from relax_pipeline.rl.batching import PaddedBatch, micro_batches, pad_batch, split_for_rank
+from relax_pipeline.rl.logprobs import token_logprobs
+from relax_pipeline.rl.objective import ObjectiveMetrics, finalize_metrics, objective
+from relax_pipeline.seeds import derive_seed
+from relax_pipeline.trainer.base import Bucket, Payload, TrainerInfo
+from relax_pipeline.trainer.fsdp_state import load_state, save_state
+from relax_pipeline.trainer.policy import Policy, full_tensor
+from relax_pipeline.trainer.schedule import learning_rate
+from relax_pipeline.types import TrainingSample
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """This process's place among the data-parallel ranks."""
+
+    rank: int = 0
+    world_size: int = 1
+    init_method: str | None = None
+    """tcp://host:port of rank 0; None for a single process."""
+
+
+class FsdpTrainer:
+    """Implements `Trainer`. What trains is float32, as is the optimizer state; the base has the config's dtype."""
+
+    def __init__(self, config: RunConfig, layout: RankLayout | None = None) -> None:
+        assert isinstance(config.trainer, FsdpTrainerConfig)
+        self._config, self._settings = config, config.trainer
+        self._layout = layout or RankLayout()
+        self._device = _join(self._layout, self._settings)
+        self._policy = Policy(
+            config,
+            device=self._device,
+            shard=self._layout.world_size > 1,
+            gradient_checkpointing=self._settings.gradient_checkpointing,
+        )
+        optimizer = config.optimizer
+        self._optimizer = torch.optim.AdamW(
+            self._policy.parameters.values(),
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+        )
+        self._updates = 0
+
+    def info(self) -> TrainerInfo:
+        """See `Trainer.info`."""
+        trained = sum(parameter.numel() for parameter in self._policy.parameters.values())
+        frozen = sum(parameter.numel() for parameter in self._policy.frozen.values())
+        return TrainerInfo(
+            base_digest=self._policy.base_digest,
+            modules=self._policy.modules,
+            num_trainable=trained,
+            num_parameters=frozen or trained,
+            device=str(self._device),
+        )
+
+    def policy_version(self) -> int:
+        """See `Trainer.policy_version`."""
+        return self._updates
+
+    @torch.no_grad()
+    def logprobs(
+        self, samples: Sequence[TrainingSample], *, temperature: float, adapter_enabled: bool = True
+    ) -> list[NDArray[np.float32]]:
+        """See `Trainer.logprobs`."""
+        self._policy.model.eval()
+        results: dict[int, NDArray[np.float32]] = {}
+        with nullcontext() if adapter_enabled else adapters_disabled(self._policy.model):
+            for indices in micro_batches(samples, self._settings.micro_batch_tokens):
+                batch = pad_batch([samples[index] for index in indices], 0, self._device)
+                logprobs_BT = self._token_logprobs(batch, temperature)[0].cpu().numpy()
+                for row, index in enumerate(indices):
+                    results[index] = logprobs_BT[row, : len(samples[index].completion_ids)].copy()
+        return [results[index] for index in range(len(samples))]
+
+    def forward_backward(self, samples: Sequence[TrainingSample], *, temperature: float) -> dict[str, float]:
+        """See `Trainer.forward_backward`."""
+        token_total = sum(int(sample.loss_mask.sum()) for sample in samples)
+        sequence_total = sum(bool(sample.loss_mask.any()) for sample in samples)
+        if token_total == 0:
+            raise TrainerError(f"none of the {len(samples)} samples has a token to train on")
+        self._policy.model.train()
+        torch.manual_seed(derive_seed(self._config.seed, "dropout", self._updates, self._layout.rank))
+        metrics: ObjectiveMetrics | None = None
+        for batch in self._local_batches(samples):
+            loss, part = self._objective(batch, temperature, token_total=token_total, sequence_total=sequence_total)
+            torch.autograd.backward(loss)
+            metrics = part if metrics is None else metrics + part
+        assert metrics is not None
+        if self._layout.world_size > 1:
+            _reduce(metrics.sums, dist.ReduceOp.SUM)
+            _reduce(metrics.maxima, dist.ReduceOp.MAX)
+        result = finalize_metrics(metrics.sums, metrics.maxima)
+        if not math.isfinite(result["loss"]):
+            raise TrainerError(f"the loss is {result['loss']} at policy version {self._updates}; no weight has changed")
+        return result
+
+    def optim_step(self) -> dict[str, float]:
+        """See `Trainer.optim_step`."""
+        settings = self._config.optimizer
+        norm = nn.utils.clip_grad_norm_(self._policy.parameters.values(), settings.max_grad_norm)
+        grad_norm = float(full_tensor(norm))
+        if not math.isfinite(grad_norm):
+            raise TrainerError(
+                f"the gradient norm is {grad_norm} at policy version {self._updates}; no weight has changed"
+            )
+        total = self._config.steps * self._config.algorithm.updates_per_rollout
+        rate = learning_rate(self._updates, total_updates=total, config=settings)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._updates += 1
+        return {"grad_norm": grad_norm, "learning_rate": rate}
+
+    def export_adapter(self) -> Payload:
+        """See `Trainer.export_adapter`."""
+        adapter = self._policy.adapter(version=self._updates)
+        return Payload(adapter.info, adapter)
+
+    def bucket_names(self, buffer_bytes: int) -> list[list[str]]:
+        """See `Trainer.bucket_names`."""
+        return self._policy.bucket_names(buffer_bytes)
+
+    def export_weights(self, names: Sequence[str]) -> Bucket:
+        """See `Trainer.export_weights`."""
+        return self._policy.weights(names)
+
+    def adapter_norms(self) -> dict[str, float]:
+        """See `Trainer.adapter_norms`."""
+        return self._policy.adapter_norms()
+
+    def save(self, folder: Path) -> None:
+        """See `Trainer.save`."""
+        save_state(
+            folder / "trainer",
+            self._policy.parameters,
+            self._optimizer,
+            frozen=self._saved_base(),
+            updates=self._updates,
+        )
+        if self._policy.spec:
+            adapter = self._policy.adapter(version=self._updates, dtype=torch.float32)
+            if self._layout.rank == 0:
+                metadata = {"base_digest": self._policy.base_digest}
+                write_adapter(adapter, folder / "adapter", base_model=self._config.model.path, metadata=metadata)
+
+    def load(self, folder: Path) -> None:
+        """See `Trainer.load`."""
+        self._updates = load_state(
+            folder / "trainer", self._policy.parameters, self._optimizer, frozen=self._saved_base()
+        )
+
+    def close(self) -> None:
+        """See `Trainer.close`."""
+        if self._layout.world_size > 1:
+            dist.destroy_process_group()
+
+    def _saved_base(self) -> dict[str, nn.Parameter]:
+        return {} if self._config.saves_lora_only else self._policy.frozen
+
+    def _local_batches(self, samples: Sequence[TrainingSample]) -> list[PaddedBatch]:
+        """Return this rank's micro-batches. All ranks get the same number, since each forward is a collective."""
+        batches = micro_batches(samples, self._settings.micro_batch_tokens)
+        mine = split_for_rank(batches, samples, rank=self._layout.rank, world_size=self._layout.world_size)
+        silent = replace(samples[0], loss_mask=np.zeros_like(samples[0].loss_mask))
+        return [pad_batch([samples[index] for index in indices] or [silent], 0, self._device) for indices in mine]
+
+    def _objective(
+        self, batch: PaddedBatch, temperature: float, *, token_total: int, sequence_total: int
+    ) -> tuple[torch.Tensor, ObjectiveMetrics]:
+        algorithm = self._config.algorithm
+        ref_logprobs_BT = None
+        if algorithm.kl_coef > 0:
+            with torch.no_grad(), adapters_disabled(self._policy.model):
+                ref_logprobs_BT = self._token_logprobs(batch, temperature)[0]
+        logprobs_BT, entropy_BT = self._token_logprobs(
+            batch, temperature, with_entropy=True, entropy_grad=algorithm.entropy_coef > 0
+        )
+        return objective(
+            policy_logprobs_BT=logprobs_BT,
+            old_logprobs_BT=batch.old_logprobs_BT,
+            rollout_logprobs_BT=batch.rollout_logprobs_BT,
+            ref_logprobs_BT=ref_logprobs_BT,
+            entropy_BT=entropy_BT,
+            advantages_B=batch.advantages_B,
+            mask_BT=batch.mask_BT,
+            config=algorithm,
+            token_total=token_total,
+            sequence_total=sequence_total,
+        )
+
+    def _token_logprobs(
+        self, batch: PaddedBatch, temperature: float, *, with_entropy: bool = False, entropy_grad: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return logprobs_BT of the completion tokens, and entropy_BT where asked."""
+        logits_BTV = self._policy.logits(
+            num_last=batch.completion_ids_BT.shape[1] + 1,
+            input_ids=batch.input_ids_BS,
+            attention_mask=batch.attention_mask_BS,
+            position_ids=batch.position_ids_BS,
+        )[:, :-1]
+        return token_logprobs(
+            logits_BTV, batch.completion_ids_BT, temperature, with_entropy=with_entropy, entropy_grad=entropy_grad
+        )
+
+
+def _join(layout: RankLayout, settings: FsdpTrainerConfig) -> torch.device:
+    """Join the process group, where there is one, and return this rank's device."""
+    device = resolve_device(settings.device)
+    if layout.world_size > 1:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=layout.init_method,
+            rank=layout.rank,
+            world_size=layout.world_size,
+            timeout=timedelta(seconds=settings.step_timeout_seconds),
+        )
+    return device
+
+
+def _reduce(values: dict[str, torch.Tensor], operation: dist.ReduceOp.RedOpType) -> None:
+    """All-reduce scalars in place, as one message."""
+    packed = torch.stack([value.double() for value in values.values()])
+    dist.all_reduce(packed, op=operation)
+    values.update(zip(values, packed.unbind(), strict=True))
