@@ -1,0 +1,1 @@
+"""Scorers: from one completion to one number."""
