@@ -6,14 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from relax_pipeline.errors import MergeError
-from relax_pipeline.merge.adapter_config import AdapterConfig
+from relax_pipeline.merge.adapter import AdapterFiles
+from relax_pipeline.merge.base import Base
 from relax_pipeline.merge.deltas import Delta
 from relax_pipeline.merge.keys import Part
 from relax_pipeline.merge.names import find_name
 from relax_pipeline.merge.weights import Weight
-from relax_pipeline.safetensors_io.header import TensorInfo
 
-Shapes = Mapping[str, TensorInfo]
+Parts = Mapping[Part, str]
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What is paired with what."""
+
+    base: Base
+    weights: Mapping[str, Weight]
+    """By module name."""
+    adapter: AdapterFiles
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of one adapter tensor."""
+        return self.adapter.tensors.infos[key].shape
 
 
 @dataclass(frozen=True)
@@ -22,9 +36,9 @@ class Pairing:
 
     module: str
     kind: str
-    """linear, embedding, experts, fused or replacement."""
-    rank: int
-    scaling: float
+    """linear, fused, experts, embedding or replacement."""
+    rank: int = 0
+    scaling: float = 0.0
     deltas: Mapping[str, tuple[Delta, ...]] = field(default_factory=dict)
     """Base module name to the changes of it."""
     replaces: str | None = None
@@ -33,70 +47,68 @@ class Pairing:
     """Key of that adapter tensor."""
 
 
-def pair_linear(
-    module: str, parts: Mapping[Part, str], *, tensors: Shapes, config: AdapterConfig, weights: Mapping[str, Weight]
-) -> Pairing | None:
+def pair_linear(module: str, parts: Parts, sides: Sides) -> Pairing | None:
     """Pair a 2-D LoRA module with the 2-D weight of the same name, or return None where there is no such weight.
 
     Raises:
         MergeError: Shapes do not agree.
     """
-    target = find_name(module, weights)
-    if target is None or len(weights[target].shape) != 2:
+    target = find_name(module, sides.weights)
+    if target is None or len(sides.weights[target].shape) == 3:
         return None
-    A, B = tensors[parts["A"]].shape, tensors[parts["B"]].shape
-    rank = checked_rank(module, config, A, B)
-    if (B[0], A[1]) != weights[target].shape:
-        raise shape_error(module, A, B, weights[target])
-    scaling = config.scaling_of(module)
-    delta = Delta(module, parts["A"], parts["B"], scaling, magnitude=parts.get("magnitude"))
+    A, B = sides.shape(parts["A"]), sides.shape(parts["B"])
+    rank = checked_rank(module, sides, A, B)
+    if (B[0], A[1]) != sides.weights[target].shape:
+        raise shape_error(module, A, B, sides.weights[target])
+    scaling = sides.adapter.config.scaling_of(module)
+    delta = Delta(module, parts["A"], parts["B"], scaling, magnitude=_magnitude(module, parts, sides, B[0]))
     return Pairing(module, "linear", rank, scaling, {target: (delta,)})
 
 
-def pair_embedding(
-    module: str, parts: Mapping[Part, str], *, tensors: Shapes, config: AdapterConfig, weights: Mapping[str, Weight]
-) -> Pairing:
+def pair_embedding(module: str, parts: Parts, sides: Sides) -> Pairing:
     """Pair lora_embedding_A [R, vocabulary] and lora_embedding_B [hidden, R] with an embedding [vocabulary, hidden].
 
     Raises:
         MergeError: No such embedding, or shapes do not agree.
     """
-    target = find_name(module, weights)
+    target = find_name(module, sides.weights)
     if target is None:
         raise no_target(module)
-    A, B = tensors[parts["embedding_A"]].shape, tensors[parts["embedding_B"]].shape
-    rank = checked_rank(module, config, A, B)
-    if (A[1], B[0]) != weights[target].shape:
-        raise shape_error(module, A, B, weights[target])
-    scaling = config.scaling_of(module)
+    if "magnitude" in parts:
+        raise MergeError(f"{parts['magnitude']}: DoRA on an embedding cannot be merged; train it with plain LoRA")
+    A, B = sides.shape(parts["embedding_A"]), sides.shape(parts["embedding_B"])
+    rank = checked_rank(module, sides, A, B)
+    if (A[1], B[0]) != sides.weights[target].shape:
+        raise shape_error(module, A, B, sides.weights[target])
+    scaling = sides.adapter.config.scaling_of(module)
     delta = Delta(module, parts["embedding_A"], parts["embedding_B"], scaling, swapped=True)
     return Pairing(module, "embedding", rank, scaling, {target: (delta,)})
 
 
-def pair_replacement(name: str, key: str, *, tensors: Shapes, weights: Mapping[str, Weight]) -> Pairing:
+def pair_replacement(name: str, key: str, sides: Sides) -> Pairing:
     """Pair a tensor that was trained whole (modules_to_save, biases) with the one it replaces.
 
     Raises:
         MergeError: The base has no such tensor, or one of another shape.
     """
-    target = find_name(name.removesuffix(".weight"), weights)
+    target = find_name(name.removesuffix(".weight"), sides.weights)
     if target is None:
         raise MergeError(f"adapter tensor {key} is no LoRA tensor, and the base has no {name} that it could replace")
-    if tensors[key].shape != weights[target].shape:
+    if sides.shape(key) != sides.weights[target].shape:
         raise MergeError(
-            f"adapter tensor {key} has shape {list(tensors[key].shape)}, the base's {weights[target].name} has "
-            f"{list(weights[target].shape)}; resize the base to what the adapter was trained on first"
+            f"adapter tensor {key} has shape {list(sides.shape(key))}, the base's {sides.weights[target].name} has "
+            f"{list(sides.weights[target].shape)}; resize the base to what the adapter was trained on first"
         )
-    return Pairing(name, "replacement", 0, 0.0, replaces=target, replacement=key)
+    return Pairing(name, "replacement", replaces=target, replacement=key)
 
 
-def checked_rank(module: str, config: AdapterConfig, A: tuple[int, ...], B: tuple[int, ...]) -> int:
+def checked_rank(module: str, sides: Sides, A: tuple[int, ...], B: tuple[int, ...]) -> int:
     """Return a module's rank, which the config and both 2-D factors agree on.
 
     Raises:
         MergeError: They do not.
     """
-    rank = config.rank_of(module)
+    rank = sides.adapter.config.rank_of(module)
     if len(A) != 2 or len(B) != 2 or (A[0], B[1]) != (rank, rank):
         raise MergeError(
             f"adapter of {module}: A is {list(A)} and B is {list(B)}, expected [{rank}, in] and [out, {rank}] "
@@ -118,3 +130,24 @@ def no_target(module: str) -> MergeError:
     return MergeError(
         f"the base has no weight for adapter module {module}; check that --base is what it was trained on"
     )
+
+
+def refuse_dora(module: str, parts: Parts) -> None:
+    """Fail on a magnitude vector where only plain LoRA can be folded.
+
+    Raises:
+        MergeError: With the key.
+    """
+    if "magnitude" in parts:
+        raise MergeError(
+            f"{parts['magnitude']}: DoRA of {module} cannot be split over the base's weights; use plain LoRA"
+        )
+
+
+def _magnitude(module: str, parts: Parts, sides: Sides, out_features: int) -> str | None:
+    key = parts.get("magnitude")
+    if sides.adapter.config.use_dora and key is None:
+        raise MergeError(f"adapter_config.json says use_dora, and {module} has no lora_magnitude_vector")
+    if key is not None and sides.shape(key) != (out_features,):
+        raise MergeError(f"{key} has shape {list(sides.shape(key))}, expected [{out_features}]: one norm an output row")
+    return key

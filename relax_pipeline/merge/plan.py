@@ -10,9 +10,19 @@ from relax_pipeline.errors import MergeError
 from relax_pipeline.merge.adapter import AdapterFiles, open_adapter
 from relax_pipeline.merge.base import Base, read_base
 from relax_pipeline.merge.deltas import Delta
-from relax_pipeline.merge.keys import Part, parse_keys
+from relax_pipeline.merge.experts import pair_experts
+from relax_pipeline.merge.fused import pair_fused
+from relax_pipeline.merge.keys import parse_keys
 from relax_pipeline.merge.outputs import Output
-from relax_pipeline.merge.pairing import Pairing, no_target, pair_embedding, pair_linear, pair_replacement
+from relax_pipeline.merge.pairing import (
+    Pairing,
+    Parts,
+    Sides,
+    no_target,
+    pair_embedding,
+    pair_linear,
+    pair_replacement,
+)
 from relax_pipeline.merge.weights import FLOAT_DTYPES, Weight, by_name, read_weights
 from relax_pipeline.safetensors_io.header import Header
 
@@ -67,7 +77,8 @@ def plan_merge(base: Path, adapter: Path) -> MergePlan:
     opened_base, opened_adapter = read_base(base), open_adapter(adapter)
     weights = read_weights(opened_base)
     modules = parse_keys(opened_adapter.tensors)
-    pairings = tuple(_pair(module, parts, opened_adapter, weights) for module, parts in modules.items())
+    sides = Sides(opened_base, weights, opened_adapter)
+    pairings = tuple(_pair(module, parts, sides) for module, parts in modules.items())
     _check_all_used(pairings, opened_adapter)
     deltas, replacements = _by_weight(pairings, weights)
     names = by_name(weights)
@@ -78,16 +89,16 @@ def plan_merge(base: Path, adapter: Path) -> MergePlan:
     return MergePlan(opened_base, opened_adapter, pairings, shards)
 
 
-def _pair(module: str, parts: Mapping[Part, str], adapter: AdapterFiles, weights: Mapping[str, Weight]) -> Pairing:
-    tensors, config = adapter.tensors.infos, adapter.config
+def _pair(module: str, parts: Parts, sides: Sides) -> Pairing:
     if "whole" in parts:
-        return pair_replacement(module, parts["whole"], tensors=tensors, weights=weights)
+        return pair_replacement(module, parts["whole"], sides)
     if "embedding_A" in parts:
-        return pair_embedding(module, parts, tensors=tensors, config=config, weights=weights)
-    pairing = pair_linear(module, parts, tensors=tensors, config=config, weights=weights)
-    if pairing is None:
-        raise no_target(module)
-    return pairing
+        return pair_embedding(module, parts, sides)
+    for pair in (pair_linear, pair_experts, pair_fused):
+        pairing = pair(module, parts, sides)
+        if pairing is not None:
+            return pairing
+    raise no_target(module)
 
 
 def _by_weight(
