@@ -43,6 +43,6 @@ class MultipleChoiceScorer:
         label = re.fullmatch(r"\s*\(?([A-Za-z])[).]?\s*", request.label)
         if label is None:
             raise RewardError(
-                f"multiple_choice: label {request.label!r} is not one letter such as B; fix data.label_key"
+                f"multiple_choice: label {request.label!r} is not one letter such as B; fix the label or label_key"
             )
         return right_or_wrong(chosen_letter(after_thinking(request.completion)) == label[1].upper())
