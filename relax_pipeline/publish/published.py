@@ -43,14 +43,19 @@ def list_published(
         PublishError: The store failed, or a manifest cannot be read.
     """
     store = open_store(destination, endpoint_url=endpoint_url)
-    keys = [key for key in store.keys(f"{run_name}/" if run_name else "") if MANIFEST_KEY.fullmatch(key)]
-    manifests = [manifest for key in keys if (manifest := read_record(store, key, Manifest))]
+    manifests = published_in(store, run_name=run_name)
     latest = {name: _latest_prefix(store, name) for name in {manifest.run_name for manifest in manifests}}
-    manifests.sort(key=lambda manifest: (manifest.run_name, manifest.step, manifest.created))
     return [
         _describe(f"{store.uri}/{manifest.prefix}", manifest, is_latest=manifest.prefix == latest[manifest.run_name])
         for manifest in manifests
     ]
+
+
+def published_in(store: ObjectStore, *, run_name: str | None = None) -> list[Manifest]:
+    """Return the manifests in a store, by run, step and time; of one run if given."""
+    keys = [key for key in store.keys(f"{run_name}/" if run_name else "") if MANIFEST_KEY.fullmatch(key)]
+    manifests = [manifest for key in keys if (manifest := read_record(store, key, Manifest))]
+    return sorted(manifests, key=lambda manifest: (manifest.run_name, manifest.step, manifest.created))
 
 
 def verify_published(uri: str, *, endpoint_url: str | None = None) -> PublishedModel:
@@ -70,7 +75,7 @@ def verify_published(uri: str, *, endpoint_url: str | None = None) -> PublishedM
             f"{store.uri} has no {MANIFEST}: nothing is published there, or publishing was interrupted; "
             "`relax-pipeline published ls` lists what is"
         )
-    if problems := _problems(store, manifest):
+    if problems := find_problems(store, manifest):
         raise PublishError(f"{store.uri} is damaged: {'; '.join(problems)}. Delete {MANIFEST} and publish again")
     destination = store.uri.removesuffix(f"/{manifest.prefix}")
     if destination == store.uri:  # a copy under another name: no pointer can name it
@@ -79,18 +84,19 @@ def verify_published(uri: str, *, endpoint_url: str | None = None) -> PublishedM
     return _describe(store.uri, manifest, is_latest=manifest.prefix == latest)
 
 
-def _problems(store: ObjectStore, manifest: Manifest) -> list[str]:
-    there = set(store.keys()) - {MANIFEST}
+def find_problems(store: ObjectStore, manifest: Manifest, *, prefix: str = "") -> list[str]:
+    """Compare every file below a prefix ('' or ending in '/') with a manifest, and say what differs."""
+    there = {key.removeprefix(prefix) for key in store.keys(prefix)} - {MANIFEST}
     problems = [f"{name} is not in the manifest" for name in sorted(there - {file.name for file in manifest.files})]
     if files_digest(manifest.files) != manifest.digest:
         problems.append("the manifest's digest is not that of its files")
     for file in manifest.files:
-        info = store.head(file.name)
+        info = store.head(prefix + file.name)
         if info is None:
             problems.append(f"{file.name} is missing")
         elif info.size != file.size:
             problems.append(f"{file.name} has {info.size} bytes instead of {file.size}")
-        elif (found := store.sha256(file.name)) != file.sha256:
+        elif (found := store.sha256(prefix + file.name)) != file.sha256:
             problems.append(f"{file.name} has sha256 {found} instead of {file.sha256}")
     return problems
 

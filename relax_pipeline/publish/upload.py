@@ -174,11 +174,11 @@ def _ensure(store: ObjectStore, key: str, file: PayloadFile, arrived: Callable[[
 
 
 def _commit(store: ObjectStore, manifest: Manifest) -> Manifest:
-    """Write the manifest if there is none, and return the one that holds."""
+    """Write the manifest if there is none, and return the one that holds, as it reads back."""
     key = f"{manifest.prefix}/{MANIFEST}"
-    if write_record(store, key, manifest):
-        return manifest
-    # Also where our own write arrived and its answer was lost: the attempt's id tells.
+    # Refused where another publisher was faster, and also where our own write arrived and its answer was lost:
+    # the attempt in what reads back tells.
+    write_record(store, key, manifest)
     there = read_record(store, key, Manifest)
     if there is None:
         raise PublishError(f"{store.uri}/{key} was there and is gone: another process deletes it; publish again")
@@ -186,14 +186,16 @@ def _commit(store: ObjectStore, manifest: Manifest) -> Manifest:
 
 
 def _move_latest(store: ObjectStore, manifest: Manifest) -> bool:
-    """Point latest.json at a model unless it names a later one; return whether it points there and did not before."""
+    """Point latest.json at a model unless it names this or a later one; return whether it was moved."""
     key = f"{manifest.run_name}/{LATEST}"
     pointer = LatestPointer(step=manifest.step, created=manifest.created, prefix=manifest.prefix)
+    tried = False
     while True:
         info = store.head(key)
         current = read_record(store, key, LatestPointer) if info else None
         if current and current.order >= pointer.order:
-            return False
+            return tried and current == pointer
+        tried = True
         # A pointer that another publisher has moved since `head` has another version: look again.
         if write_record(store, key, pointer, if_match=info.version if info else None):
             return True
