@@ -146,3 +146,13 @@ class RunConfig(Section):
     def saves_lora_only(self) -> bool:
         """Whether checkpoints leave the base out."""
         return self.lora.enabled and self.checkpoint.save_lora_only
+
+    def evaluates_at(self, step: int) -> bool:
+        """Whether held-out prompts are answered after a step: every n-th, and the last."""
+        if self.evaluation is None:
+            return False
+        return step == self.steps or (self.evaluation.every > 0 and step % self.evaluation.every == 0)
+
+    def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint follows a step: every n-th, and the last."""
+        return step == self.steps or step % self.checkpoint.every == 0

@@ -15,10 +15,11 @@ from relax_pipeline.errors import RelaxError
 class _Host:
     """Builds an object and calls its methods by name. No logic of its own."""
 
-    def __init__(self, build: Callable[[], Any], num_threads: int) -> None:
-        import torch  # noqa: PLC0415 - in this process only, and before the object
+    def __init__(self, build: Callable[[], Any], num_threads: int | None) -> None:
+        if num_threads is not None:
+            import torch  # noqa: PLC0415 - takes seconds, and only a process that computes needs it
 
-        torch.set_num_threads(num_threads)
+            torch.set_num_threads(num_threads)
         self._target = build()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +45,7 @@ class Host:
         *,
         name: str,
         error: type[RelaxError],
-        num_threads: int = 1,
+        num_threads: int | None = None,
         num_gpus: float = 0,
     ) -> None:
         """Start the process; `build` runs in it. Non-detached: it dies with this process, however that dies.
@@ -53,7 +54,7 @@ class Host:
             build: Makes the object; pickled to the process.
             name: For messages.
             error: Raised here when the process dies, hangs, or raises something that is not a RelaxError.
-            num_threads: torch threads in the process.
+            num_threads: torch threads in the process; None for one that does not use torch.
             num_gpus: GPUs reserved for it.
         """
         self._name, self._error = name, error
@@ -84,7 +85,7 @@ class Host:
         except RayTaskError as error:
             if isinstance(error.cause, RelaxError):
                 raise error.cause from None
-            raise self._error(f"{self._name} failed: {error.cause!r}\n{error.traceback_str}") from error
+            raise self._error(f"{self._name} failed: {error}") from error
         except RayActorError as error:
             raise self._error(f"{self._name} died: {_first_line(error)}") from error
 

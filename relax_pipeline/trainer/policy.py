@@ -140,4 +140,6 @@ def _shard(model: nn.Module) -> None:
     block_names = set(model._no_split_modules or ())  # type: ignore[arg-type]
     blocks = [module for module in model.modules() if type(module).__name__ in block_names]
     for module in (*blocks, model):
-        fully_shard(module).set_gradient_divide_factor(1.0)
+        sharded = fully_shard(module)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction than a sum
+        sharded.set_gradient_divide_factor(1.0)

@@ -1,0 +1,131 @@
+"""`relax-pipeline train`, `plan` and `report`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.prompt import Confirm
+from rich.table import Table
+
+from relax_pipeline.config import RunConfig, load_config
+from relax_pipeline.errors import ConfigError
+
+Overrides = Annotated[
+    list[str] | None,
+    Parameter(
+        name="--set", negative=(), help="Override a setting, e.g. --set optimizer.learning_rate=4e-5. May be repeated."
+    ),
+]
+
+
+def train(
+    config: Path,
+    *,
+    overrides: Overrides = None,
+    fresh: bool = False,
+    yes: bool = False,
+) -> None:
+    """Train, or go on where the run of this name stopped.
+
+    Without PREFECT_API_URL a local Prefect server is started for the command, and without a Ray address a local Ray;
+    both end with it.
+
+    Parameters
+    ----------
+    config
+        YAML file of the run; deployments/recipes/ has examples.
+    fresh
+        Throw away what an earlier run of this name has left, and start from the base. Asks first.
+    yes
+        Do not ask.
+    """
+    run = load_config(config, overrides or ())
+    _quieten()
+    from relax_pipeline.plan import make_plan  # noqa: PLC0415
+
+    from flows.local_server import prefect_server  # noqa: PLC0415 - takes seconds; a wrong config should not
+    from flows.train import train_policy  # noqa: PLC0415
+
+    if fresh:
+        _remove_run(run, yes=yes)
+    make_plan(run).raise_if_refused()
+    console = Console(stderr=True, soft_wrap=True)
+    with prefect_server() as url:
+        console.print(f"run [bold]{run.run_name}[/], watched at {url.removesuffix('/api')}", highlight=False)
+        result = train_policy(run)
+        console.print(f"report: {result['report']}", highlight=False)
+        if run.publish.enabled:
+            from flows.merge_publish import merge_and_publish  # noqa: PLC0415
+
+            published = merge_and_publish(run.run_name, output_dir=run.output_dir)
+            console.print(f"model:  {published['model']}", highlight=False)
+            console.print(f"at:     {published['published']['uri']}", highlight=False)
+
+
+def plan(config: Path, *, overrides: Overrides = None) -> None:
+    """Show what a run would do, how large it is, and what would be refused. Starts nothing, loads no weights.
+
+    Parameters
+    ----------
+    config
+        YAML file of the run.
+    """
+    run = load_config(config, overrides or ())
+    from relax_pipeline.plan import make_plan, plan_rows  # noqa: PLC0415
+
+    made = make_plan(run)
+    console = Console(soft_wrap=True)
+    table = Table(title=f"plan of {run.run_name}", show_header=False, title_justify="left")
+    for name, value in plan_rows(made):
+        table.add_row(name, value)
+    console.print(table)
+    console.print_json(run.model_dump_json())
+    made.raise_if_refused()
+
+
+def report(run_folder: Path) -> None:
+    """Write report.html of a run again, from its metrics.
+
+    Parameters
+    ----------
+    run_folder
+        Folder of the run, e.g. runs/NAME.
+    """
+    from relax_pipeline.metrics.report import write_report  # noqa: PLC0415
+
+    if not (run_folder / "config.json").is_file():
+        raise ConfigError(f"{run_folder} is no run folder: it has no config.json")
+    Console().print(str(write_report(run_folder)), highlight=False)
+
+
+def _quieten() -> None:
+    """Keep the terminal to what a person training wants to read; the UI and the logs hold the rest."""
+    defaults = {
+        "PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "WARNING",
+        "PREFECT_CLI_COLORS": "true" if sys.stderr.isatty() else "false",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if sys.stderr.isatty():  # the bar shows what the log lines say
+        defaults["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "WARNING"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _remove_run(run: RunConfig, *, yes: bool) -> None:
+    """Delete the run's folder, once that is confirmed."""
+    folder = Path(run.output_dir).expanduser().resolve() / run.run_name
+    if not folder.exists():
+        return
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ConfigError(f"--fresh would delete {folder}; add --yes to confirm")
+        if not Confirm.ask(f"delete {folder} and all its checkpoints?"):
+            raise ConfigError("nothing was deleted; leave --fresh out to go on with the run")
+    shutil.rmtree(folder)

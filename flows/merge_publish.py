@@ -1,0 +1,49 @@
+"""The publishing flow: the newest checkpoint of a run becomes a standalone model, verified, and stored elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+
+from flows.giving_up import give_up_on_user_errors
+from relax_pipeline.finished import describe_model, finished_run
+from tasks import publishing
+
+
+@flow(name="relax-merge-publish", flow_run_name="publish-{run_name}", persist_result=False)
+def merge_and_publish(
+    run_name: str,
+    output_dir: str = "runs",
+    step: int | None = None,
+    destination: str | None = None,
+    endpoint_url: str | None = None,
+) -> dict[str, Any]:
+    """Merge a run's adapter into its base and publish the result. Doing it again changes nothing.
+
+    Args:
+        run_name: The training run.
+        output_dir: Where runs lie.
+        step: Checkpoint to take; none: the newest.
+        destination: file:///folder or s3://bucket/prefix; none: the run's publish.destination, or only merge.
+        endpoint_url: Of an S3-compatible store; none: the run's, or AWS.
+    """
+    with give_up_on_user_errors():
+        run = finished_run(Path(output_dir), run_name, step=step)
+        merged = run.folder / "merged" / f"step-{run.step:07d}"
+        report = publishing.merge(Path(run.config.model.path), run.checkpoint, run.step, merged)
+        result: dict[str, Any] = {"model": str(merged), "step": run.step, "merge": report["counts"]}
+        uri = destination or run.config.publish.destination
+        if uri is not None:
+            published = publishing.publish(
+                merged,
+                uri,
+                run_name=run_name,
+                step=run.step,
+                endpoint_url=endpoint_url or run.config.publish.endpoint_url,
+                card=describe_model(run),
+            )
+            publishing.record(run.folder, run.step, published)
+            result["published"] = published
+    return result

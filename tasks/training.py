@@ -1,0 +1,67 @@
+"""The phases of a training run as tasks. What they return is small and for people; the truth is the checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from relax_pipeline.session.session import TrainingSession
+
+_RETRY_SECONDS = [1.0, 5.0, 20.0]
+
+
+@task(task_run_name="restore", cache_policy=NO_CACHE, persist_result=False)
+def restore(session: TrainingSession) -> dict[str, Any]:
+    """Continue from the newest intact checkpoint, or start from the base."""
+    restored = session.restore()
+    return {
+        "step": restored.step,
+        "policy_version": restored.policy_version,
+        "checkpoint": str(restored.checkpoint) if restored.checkpoint else None,
+        "passed_over": list(restored.passed_over),
+    }
+
+
+@task(task_run_name="sync-{step}", cache_policy=NO_CACHE, persist_result=False)
+def sync(session: TrainingSession, step: int) -> dict[str, float]:
+    """Bring the engines to the trainer's policy and verify that they run it."""
+    return session.sync().metrics()
+
+
+@task(task_run_name="rollout-{step}", cache_policy=NO_CACHE, persist_result=False)
+def rollout(session: TrainingSession, step: int) -> dict[str, float]:
+    """Generate the step's completions."""
+    return session.rollout(step)
+
+
+@task(task_run_name="reward-{step}", cache_policy=NO_CACHE, persist_result=False)
+def reward(session: TrainingSession, step: int) -> dict[str, float]:
+    """Score them, and draw again for groups that carry no gradient."""
+    return session.score(step)
+
+
+@task(task_run_name="train-{step}", cache_policy=NO_CACHE, persist_result=False)
+def train(session: TrainingSession, step: int) -> dict[str, float]:
+    """Take the optimizer steps."""
+    return session.train(step)
+
+
+@task(task_run_name="evaluate-{step}", cache_policy=NO_CACHE, persist_result=False)
+def evaluate(session: TrainingSession, step: int) -> dict[str, float]:
+    """Answer the held-out prompts."""
+    return session.evaluate()
+
+
+@task(
+    task_run_name="save-{step}",
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    retries=len(_RETRY_SECONDS),
+    retry_delay_seconds=_RETRY_SECONDS,
+)
+def save(session: TrainingSession, step: int) -> dict[str, Any]:
+    """Write a checkpoint; the only phase that may be repeated as it is."""
+    ref = session.save(step)
+    return {"step": ref.step, "path": str(ref.path)}
