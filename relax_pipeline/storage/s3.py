@@ -6,6 +6,7 @@ import hashlib
 import mimetypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def _connect(endpoint_url: str | None, threads: int) -> Any:
 
 
 def _read(answer: Any) -> bytes:
-    with answer["Body"] as body:
+    with closing(answer["Body"]) as body:  # not `with body`: that hands out the raw stream and its raw errors
         data: bytes = body.read()
     return data
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from relax_pipeline.errors import ConfigError, PublishError
@@ -43,17 +41,6 @@ def test_missing_credentials_say_what_to_do(s3_endpoint: str, bucket: str, monke
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(PublishError, match="set AWS_ACCESS_KEY_ID"):
         open_store(f"s3://{bucket}", endpoint_url=s3_endpoint).get_bytes("key")
-
-
-def test_lost_upload_of_someone_else_is_an_error(s3_endpoint: str, bucket: str, tmp_path: Path) -> None:
-    store = S3Store(bucket, endpoint_url=s3_endpoint, part_size=10, threads=1, deadline_s=1)
-    (tmp_path / "file").write_bytes(b"x" * 25)
-
-    def abort_all(_: int) -> None:
-        store.discard_partial("run")
-
-    with pytest.raises(PublishError, match="another process aborted this upload"):
-        store.put_file("run/file", tmp_path / "file", sha256="0" * 64, sent=abort_all)
 
 
 @pytest.mark.parametrize("uri", ["s3://", "s3:///key"])
