@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from relax_pipeline.checkpoint.lock import run_lock
-from relax_pipeline.checkpoint.manifest import Identity
 from relax_pipeline.config import FsdpTrainerConfig, HfEngineConfig, RunConfig
 from relax_pipeline.data.dataset import PromptDataset
 from relax_pipeline.data.prompts import load_rows
 from relax_pipeline.data.stream import PromptStream
-from relax_pipeline.errors import ConfigError, ModelError
+from relax_pipeline.inputs import check_backends, load_tokenizer, run_folder, run_identity
 from relax_pipeline.remote.cluster import num_cpus, num_gpus, ray_cluster
 from relax_pipeline.remote.engine import RemoteEngine
 from relax_pipeline.remote.scoring import ScoringWorkers
@@ -27,7 +26,6 @@ from relax_pipeline.remote.trainer import RemoteTrainer
 from relax_pipeline.rollout.base import Engine
 from relax_pipeline.rollout.hf import HfEngine
 from relax_pipeline.rollout.pool import EnginePool
-from relax_pipeline.safetensors_io.identity import model_digest
 from relax_pipeline.session.collect import Collector, Sampler
 from relax_pipeline.session.session import Evaluation, TrainingSession
 from relax_pipeline.storage.files import write_atomic
@@ -36,15 +34,12 @@ from relax_pipeline.trainer.base import Trainer
 from relax_pipeline.trainer.fsdp import FsdpTrainer, RankLayout
 from relax_pipeline.types import SamplingParams
 
+__all__ = ["open_session", "run_folder"]
+
 EngineFactory = Callable[..., Engine]
 _PROBE_TOKENS = 64
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25}
 """Largest probe difference that arithmetic alone explains, by compute dtype; a missing adapter is far beyond."""
-
-
-def run_folder(config: RunConfig) -> Path:
-    """Return the folder of a run's files."""
-    return Path(config.output_dir).expanduser().resolve() / config.run_name
 
 
 @contextmanager
@@ -59,20 +54,21 @@ def open_session(config: RunConfig, *, engine: EngineFactory | None = None) -> I
         ConfigError: A backend is not available, or a setting does not fit the model.
         RunLockedError: Another process trains this run.
     """
+    check_backends(config)
     folder = run_folder(config)
     with ExitStack() as stack:
         stack.enter_context(run_lock(folder))
         write_atomic(folder / "config.json", config.model_dump_json(indent=2) + "\n")
-        tokenizer = _load_tokenizer(config)
+        tokenizer = load_tokenizer(config)
         dataset = PromptDataset(load_rows(config.data.train), tokenizer, config.data)
         evaluation = _evaluation(config, tokenizer)
-        identity = _identity(config, dataset.fingerprint)
+        identity = run_identity(config, dataset.fingerprint)
         stack.enter_context(ray_cluster(config.cluster, namespace=f"relax-{config.run_name}"))
         scorer = ScoringWorkers(config.rewards, startup_timeout=config.sync.timeout_seconds)
         stack.callback(scorer.close)
         trainer = _start_trainer(config, folder)
         stack.callback(trainer.close)
-        pool = _start_engines(config, engine or _engine_class(config))
+        pool = _start_engines(config, engine or HfEngine)
         stack.callback(pool.close)
         probe = [dataset.prompt(index % len(dataset)).token_ids[:_PROBE_TOKENS] for index in (0, 1)]
         sync = WeightSync(
@@ -111,8 +107,7 @@ def open_session(config: RunConfig, *, engine: EngineFactory | None = None) -> I
 
 
 def _start_trainer(config: RunConfig, folder: Path) -> RemoteTrainer:
-    if not isinstance(config.trainer, FsdpTrainerConfig):
-        raise ConfigError(f"trainer.kind {config.trainer.kind!r} is not available yet; use fsdp")
+    assert isinstance(config.trainer, FsdpTrainerConfig)
     ranks = config.trainer.num_processes
     rendezvous = f"file://{folder / f'.rendezvous-{uuid4().hex[:8]}'}" if ranks > 1 else None
     builds: list[Callable[[], Trainer]] = [
@@ -124,12 +119,6 @@ def _start_trainer(config: RunConfig, folder: Path) -> RemoteTrainer:
         num_gpus=_gpu_share(config, config.trainer.device),
         timeout=config.trainer.step_timeout_seconds,
     )
-
-
-def _engine_class(config: RunConfig) -> EngineFactory:
-    if not isinstance(config.engine, HfEngineConfig):
-        raise ConfigError(f"engine.kind {config.engine.kind!r} is not available yet; use hf")
-    return HfEngine
 
 
 def _start_engines(config: RunConfig, factory: EngineFactory) -> EnginePool:
@@ -159,18 +148,6 @@ def _gpu_share(config: RunConfig, device: str) -> float:
     if device == "cpu" or num_gpus() == 0:
         return 0
     return 0.5 if config.cluster.colocate else 1
-
-
-def _load_tokenizer(config: RunConfig) -> Any:
-    folder = Path(config.model.path)
-    if not folder.is_dir():
-        raise ModelError(f"model.path: no folder {folder}; download the base model there, or correct the path")
-    try:
-        return AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=config.model.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.path: {folder} holds no tokenizer transformers can load: {error}") from error
 
 
 def _sampling(config: RunConfig, tokenizer: Any) -> SamplingParams:
@@ -206,17 +183,3 @@ def _evaluation(config: RunConfig, tokenizer: Any) -> Evaluation | None:
     )
     prompts = [dataset.prompt(index) for index in range(len(dataset))]
     return Evaluation(prompts, settings.completions_per_prompt, sampling)
-
-
-def _identity(config: RunConfig, data_fingerprint: str) -> Identity:
-    return Identity(
-        base_digest=model_digest(Path(config.model.path)),
-        rank=config.lora.rank,
-        alpha=config.lora.alpha,
-        target_modules=tuple(sorted(config.lora.target_modules)),
-        scope=config.lora.scope,
-        saves_lora_only=config.saves_lora_only,
-        seed=config.seed,
-        data_fingerprint=data_fingerprint,
-        trainer=config.trainer.kind,
-    )

@@ -1,0 +1,81 @@
+"""What a run reads before any process starts, and what makes it the same run when it goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from relax_pipeline.checkpoint.manifest import Identity
+from relax_pipeline.config import FsdpTrainerConfig, HfEngineConfig, RunConfig
+from relax_pipeline.errors import ConfigError, ModelError
+from relax_pipeline.safetensors_io.identity import model_digest
+
+
+def run_folder(config: RunConfig) -> Path:
+    """Return the folder of a run's files."""
+    return Path(config.output_dir).expanduser().resolve() / config.run_name
+
+
+def check_backends(config: RunConfig) -> None:
+    """Refuse what can be configured and not yet be run.
+
+    Raises:
+        ConfigError: Names the setting and what to use instead.
+    """
+    if not isinstance(config.trainer, FsdpTrainerConfig):
+        raise ConfigError(f"trainer.kind {config.trainer.kind!r} is not available yet; use fsdp")
+    if not isinstance(config.engine, HfEngineConfig):
+        raise ConfigError(f"engine.kind {config.engine.kind!r} is not available yet; use hf")
+    if config.sync.transport != "object_store":
+        raise ConfigError(f"sync.transport {config.sync.transport!r} is not available yet; use object_store")
+
+
+def check_model_folder(config: RunConfig) -> None:
+    """Refuse a model folder that lacks its configuration or its weights.
+
+    Raises:
+        ModelError: Says what is missing.
+    """
+    folder = Path(config.model.path)
+    remedy = "download the base model there, or correct the path"
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model.path: {folder} is no Hugging Face checkpoint, it has no config.json; {remedy}")
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(f"model.path: {folder} has no *.safetensors weights; {remedy}")
+
+
+def load_tokenizer(config: RunConfig) -> Any:
+    """Load the base model's tokenizer.
+
+    Raises:
+        ModelError: The folder is no checkpoint, or holds no tokenizer.
+    """
+    check_model_folder(config)
+    folder = Path(config.model.path)
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=config.model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path: {folder} holds no tokenizer transformers can load: {error}") from error
+
+
+def run_identity(config: RunConfig, data_fingerprint: str) -> Identity:
+    """Return what must stay the same for a run to continue. Hashes the base's weights, once a process.
+
+    Raises:
+        ModelError: The base has no config.json or no safetensors weights.
+    """
+    return Identity(
+        base_digest=model_digest(Path(config.model.path)),
+        rank=config.lora.rank,
+        alpha=config.lora.alpha,
+        target_modules=tuple(sorted(config.lora.target_modules)),
+        scope=config.lora.scope,
+        saves_lora_only=config.saves_lora_only,
+        seed=config.seed,
+        data_fingerprint=data_fingerprint,
+        trainer=config.trainer.kind,
+    )

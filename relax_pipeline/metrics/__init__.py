@@ -1,0 +1,1 @@
+"""What a run measures: rows on disk, curves, and the report."""

@@ -1,0 +1,196 @@
+"""What a run would do, how large it is, and why it would be refused: all that is known before anything starts."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from relax_pipeline.checkpoint.manifest import check_continues, read_manifest
+from relax_pipeline.checkpoint.store import CheckpointRef, CheckpointStore
+from relax_pipeline.config import RunConfig
+from relax_pipeline.data.dataset import PromptDataset
+from relax_pipeline.data.prompts import load_rows
+from relax_pipeline.errors import ConfigError, RelaxError
+from relax_pipeline.inputs import check_backends, load_tokenizer, run_folder, run_identity
+from relax_pipeline.metrics.text import bytes_text
+from relax_pipeline.rewards.build import build_scorer
+from relax_pipeline.sizes import ModelSizes, measure_model
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFacts:
+    """What the prompt files hold."""
+
+    train_rows: int
+    eval_rows: int
+    """0 without an evaluation."""
+    first_prompt: str
+    """As the model reads it, chat template applied."""
+    first_prompt_tokens: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is known of a run. A part that could not be worked out is None, and a refusal says why."""
+
+    config: RunConfig
+    run_folder: Path
+    sizes: ModelSizes | None
+    prompts: PromptFacts | None
+    resumes_from: CheckpointRef | None
+    """None: from the base."""
+    warnings: tuple[str, ...]
+    refusals: tuple[str, ...]
+
+    @property
+    def steps_to_go(self) -> int:
+        """Steps that are not done yet."""
+        return max(0, self.config.steps - (self.resumes_from.step if self.resumes_from else 0))
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens sampled in a step, at most, without resampling."""
+        rollout = self.config.rollout
+        return rollout.prompts_per_step * rollout.completions_per_prompt * rollout.max_new_tokens
+
+    def raise_if_refused(self) -> None:
+        """Stop here where the run would stop later.
+
+        Raises:
+            ConfigError: Lists every refusal.
+        """
+        if self.refusals:
+            lines = "\n".join(f"  - {refusal}" for refusal in self.refusals)
+            raise ConfigError(f"run {self.config.run_name!r} cannot start:\n{lines}")
+
+
+def make_plan(config: RunConfig) -> Plan:
+    """Check everything that needs no process, no GPU and no weights in memory. Problems are collected, not raised."""
+    refusals: list[str] = []
+    notes = _config_warnings(config)
+
+    def attempt(check: Callable[..., T], *arguments: Any) -> T | None:
+        try:
+            return check(*arguments)
+        except RelaxError as error:
+            if str(error) not in refusals:  # a missing model folder is found by more than one check
+                refusals.append(str(error))
+            return None
+
+    attempt(check_backends, config)
+    attempt(build_scorer, config.rewards)
+    sizes = attempt(measure_model, config)
+    prompts = attempt(_read_prompts, config)
+    checkpoint = attempt(_find_checkpoint, config, prompts, notes)
+    attempt(_check_output, config, sizes)
+    return Plan(config, run_folder(config), sizes, prompts, checkpoint, tuple(notes), tuple(refusals))
+
+
+def kept_checkpoints(config: RunConfig) -> int:
+    """Return how many checkpoints lie on the disk at most, the one being written included."""
+    policy = config.checkpoint
+    extra = config.steps // policy.keep_every if policy.keep_every else 0
+    return min(math.ceil(config.steps / policy.every), policy.keep_last + 1 + extra)
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Return (name, value) pairs to show."""
+    rows = [("run folder", str(plan.run_folder)), *_progress_rows(plan)]
+    if plan.prompts:
+        rows += _prompt_rows(plan.prompts)
+    if plan.sizes:
+        rows += _size_rows(plan.sizes, plan.config)
+    rows += [("warning", text) for text in plan.warnings]
+    return rows + [("refused", text) for text in plan.refusals]
+
+
+def _config_warnings(config: RunConfig) -> list[str]:
+    """Return what validation warns about, once more: whoever loaded the configuration may not have seen it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        RunConfig.model_validate(config.model_dump())
+    return [str(warning.message) for warning in caught]
+
+
+def _read_prompts(config: RunConfig) -> PromptFacts:
+    tokenizer = load_tokenizer(config)
+    train = PromptDataset(load_rows(config.data.train), tokenizer, config.data)
+    first = train.prompt(0)
+    held_out = 0
+    if config.evaluation:
+        evaluation = PromptDataset(load_rows(config.evaluation.source), tokenizer, config.data)
+        evaluation.prompt(0)
+        held_out = len(evaluation)
+    return PromptFacts(len(train), held_out, first.text, len(first.token_ids), train.fingerprint)
+
+
+def _find_checkpoint(config: RunConfig, prompts: PromptFacts | None, notes: list[str]) -> CheckpointRef | None:
+    """Return where the run would go on; without readable prompts its identity is not known, and not compared."""
+    ref = CheckpointStore(run_folder(config) / "checkpoints").newest_intact(lambda error: notes.append(str(error)))
+    if ref and prompts:
+        identity = run_identity(config, prompts.fingerprint)
+        check_continues(read_manifest(ref.path).identity, identity, folder=ref.path)
+    if ref and ref.step >= config.steps:
+        notes.append(f"nothing to train: step {ref.step} of {config.steps} is saved; raise steps to go on")
+    return ref
+
+
+def _check_output(config: RunConfig, sizes: ModelSizes | None) -> None:
+    """Refuse a folder that cannot be written, or a disk that cannot hold what the run keeps."""
+    folder = run_folder(config)
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir: {folder} cannot be written, because of {existing}; set one that can")
+    if sizes is None:
+        return
+    count = kept_checkpoints(config)
+    held = sum(ref.num_bytes for ref in CheckpointStore(folder / "checkpoints").committed())
+    needed, free = sizes.checkpoint_bytes * count - held, shutil.disk_usage(existing).free
+    if needed > free:
+        raise ConfigError(
+            f"output_dir: {count:,} checkpoints of {bytes_text(sizes.checkpoint_bytes)} need {bytes_text(needed)} more "
+            f"and {existing} has {bytes_text(free)}; free space, lower checkpoint.keep_last, or set another output_dir"
+        )
+
+
+def _progress_rows(plan: Plan) -> list[tuple[str, str]]:
+    config, ref = plan.config, plan.resumes_from
+    return [
+        ("starts from", f"checkpoint of step {ref.step}" if ref else "the base"),
+        ("steps to go", f"{plan.steps_to_go:,} of {config.steps:,}"),
+        ("trainer, engines", f"{config.trainer.kind}, {config.engine.replicas} x {config.engine.kind}"),
+        ("sampled a step", f"up to {plan.tokens_per_step:,} tokens"),
+    ]
+
+
+def _prompt_rows(prompts: PromptFacts) -> list[tuple[str, str]]:
+    return [
+        ("prompts", f"{prompts.train_rows:,} to train, {prompts.eval_rows:,} held out"),
+        ("first prompt", f"{prompts.first_prompt!r} ({prompts.first_prompt_tokens:,} tokens)"),
+    ]
+
+
+def _size_rows(sizes: ModelSizes, config: RunConfig) -> list[tuple[str, str]]:
+    rows = [("base", f"{sizes.base_parameters:,} parameters")]
+    if config.lora.enabled:
+        share = sizes.adapter_parameters / sizes.base_parameters
+        saving = sizes.merged_bytes / sizes.adapter_bytes
+        rows += [
+            ("adapter", f"{sizes.adapter_parameters:,} parameters ({share:.2%}) on {sizes.adapted_modules:,} modules"),
+            ("sync, adapter mode", f"{bytes_text(sizes.adapter_bytes)} ({saving:,.1f} times less than merge)"),
+        ]
+    rows += [
+        ("sync, merge mode", bytes_text(sizes.merged_bytes)),
+        ("sync of this run", f"{config.sync.mode} mode, {'verified' if config.sync.verify else 'NOT verified'}"),
+        ("checkpoint", f"{bytes_text(sizes.checkpoint_bytes)}, at most {kept_checkpoints(config):,} at once"),
+    ]
+    return rows

@@ -1,0 +1,84 @@
+"""How large a model and its adapters are, counted on a model without weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from relax_pipeline.config import RunConfig
+from relax_pipeline.errors import ConfigError, ModelError
+from relax_pipeline.inputs import check_model_folder
+from relax_pipeline.lora.scope import resolve_targets
+from relax_pipeline.models import base_state
+
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Parameters and bytes."""
+
+    base_parameters: int
+    adapter_parameters: int
+    """0 where lora.rank is 0 and all weights train."""
+    adapted_modules: int
+    adapter_bytes: int
+    """One sync in adapter mode, to each engine."""
+    merged_bytes: int
+    """One sync in merge mode, to each engine: every weight in model.dtype."""
+    checkpoint_bytes: int
+    """One save: what trains and its two Adam moments in float32, the adapter again for peft, the base where asked."""
+
+
+def measure_model(config: RunConfig) -> ModelSizes:
+    """Count the base and the adapters it would get.
+
+    Raises:
+        ModelError: The folder holds no model that can be loaded.
+        ConfigError: A target matches no module, or adapter mode would adapt a vision or audio part.
+    """
+    model = _empty_model(config)
+    state = base_state(model)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    adapted = [linears[name] for name in resolve_targets(linears, config.lora)] if config.lora.enabled else []
+    adapter = sum(config.lora.rank * (linear.in_features + linear.out_features) for linear in adapted)
+    base = sum(parameter.numel() for parameter in model.parameters())
+    itemsize: int = getattr(torch, config.model.dtype).itemsize
+    copies = 4 if config.lora.enabled else 3  # the trained values, two moments, and the folder for peft
+    frozen = base if config.lora.enabled and not config.saves_lora_only else 0
+    return ModelSizes(
+        base_parameters=base,
+        adapter_parameters=adapter,
+        adapted_modules=len(adapted),
+        adapter_bytes=adapter * itemsize,
+        merged_bytes=sum(tensor.numel() for tensor in state.values()) * itemsize,
+        checkpoint_bytes=copies * _FLOAT32_BYTES * (adapter or base) + frozen * itemsize,
+    )
+
+
+def _empty_model(config: RunConfig) -> nn.Module:
+    """Build the model on the meta device, after checking that its adapters can be served as asked."""
+    check_model_folder(config)
+    folder, trust = Path(config.model.path), config.model.trust_remote_code
+    try:
+        described = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+        _check_modalities(described, config)
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(described, trust_remote_code=trust)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path: transformers cannot build the model in {folder}: {error}") from error
+    return model
+
+
+def _check_modalities(described: Any, config: RunConfig) -> None:
+    parts = [name for name in ("vision_config", "audio_config") if getattr(described, name, None) is not None]
+    if parts and config.lora.enabled and config.lora.scope == "all" and config.sync.mode == "adapter":
+        raise ConfigError(
+            f"the base declares {' and '.join(parts)}, and engines load adapters for its language part only: "
+            "set lora.scope to language, or sync.mode to merge"
+        )
