@@ -18,7 +18,8 @@ from relax_pipeline.config import FsdpTrainerConfig, HfEngineConfig, RunConfig
 from relax_pipeline.data.dataset import PromptDataset
 from relax_pipeline.data.prompts import load_rows
 from relax_pipeline.data.stream import PromptStream
-from relax_pipeline.inputs import check_backends, load_tokenizer, run_folder, run_identity
+from relax_pipeline.inputs import load_tokenizer, run_folder, run_identity
+from relax_pipeline.plan import make_plan
 from relax_pipeline.remote.cluster import num_cpus, num_gpus, ray_cluster
 from relax_pipeline.remote.engine import RemoteEngine
 from relax_pipeline.remote.scoring import ScoringWorkers
@@ -32,9 +33,7 @@ from relax_pipeline.storage.files import write_atomic
 from relax_pipeline.sync.sync import WeightSync
 from relax_pipeline.trainer.base import Trainer
 from relax_pipeline.trainer.fsdp import FsdpTrainer, RankLayout
-from relax_pipeline.types import SamplingParams
-
-__all__ = ["open_session", "run_folder"]
+from relax_pipeline.types import DataPosition, SamplingParams
 
 EngineFactory = Callable[..., Engine]
 _PROBE_TOKENS = 64
@@ -51,18 +50,16 @@ def open_session(config: RunConfig, *, engine: EngineFactory | None = None) -> I
         engine: Makes an engine in its process, instead of the configured backend's class.
 
     Raises:
-        ConfigError: A backend is not available, or a setting does not fit the model.
+        ConfigError: The plan of the run refuses it.
         RunLockedError: Another process trains this run.
     """
-    check_backends(config)
     folder = run_folder(config)
     with ExitStack() as stack:
         stack.enter_context(run_lock(folder))
+        make_plan(config).raise_if_refused()
         write_atomic(folder / "config.json", config.model_dump_json(indent=2) + "\n")
         tokenizer = load_tokenizer(config)
         dataset = PromptDataset(load_rows(config.data.train), tokenizer, config.data)
-        evaluation = _evaluation(config, tokenizer)
-        identity = run_identity(config, dataset.fingerprint)
         stack.enter_context(ray_cluster(config.cluster, namespace=f"relax-{config.run_name}"))
         scorer = ScoringWorkers(config.rewards, startup_timeout=config.sync.timeout_seconds)
         stack.callback(scorer.close)
@@ -70,40 +67,43 @@ def open_session(config: RunConfig, *, engine: EngineFactory | None = None) -> I
         stack.callback(trainer.close)
         pool = _start_engines(config, engine or HfEngine)
         stack.callback(pool.close)
-        probe = [dataset.prompt(index % len(dataset)).token_ids[:_PROBE_TOKENS] for index in (0, 1)]
-        sync = WeightSync(
-            trainer=trainer,
-            pool=pool,
-            config=config.sync,
-            tolerance=config.sync.probe_tolerance or _TOLERANCES[config.model.dtype],
-            probe=probe,
-            keep_versions=config.rollout.staleness + 2,
-        )
+        sync = _make_sync(config, trainer, pool, dataset)
         sync.check_bases()
-        sampler = Sampler(
-            pool=pool, scorer=scorer, tokenizer=tokenizer, heal=sync.heal, pinned=config.sync.mode == "adapter"
-        )
+        pinned = config.sync.mode == "adapter"
+        sampler = Sampler(pool=pool, scorer=scorer, tokenizer=tokenizer, heal=sync.heal, pinned=pinned)
         session = TrainingSession(
             config=config,
             run_folder=folder,
-            identity=identity,
+            identity=run_identity(config, dataset.fingerprint),
             trainer=trainer,
-            pool=pool,
             sync=sync,
             sampler=sampler,
-            collector=lambda position: Collector(
-                sampler=sampler,
-                stream=PromptStream(dataset, seed=config.seed, shuffle=config.data.shuffle, position=position),
-                config=config.rollout,
-                sampling=_sampling(config, tokenizer),
-                seed=config.seed,
-            ),
-            evaluation=evaluation,
+            collector=partial(_make_collector, config, dataset, sampler, _sampling(config, tokenizer)),
+            evaluation=_evaluation(config, tokenizer),
         )
-        processes = {"driver": os.getpid(), "trainer": trainer.pids(), "engines": _engine_pids(pool)}
-        write_atomic(folder / "processes.json", json.dumps(processes) + "\n")
         stack.callback(session.close)
+        processes = {"flow": os.getpid(), "trainer": trainer.pids(), "engines": _engine_pids(pool)}
+        write_atomic(folder / "processes.json", json.dumps(processes) + "\n")
         yield session
+
+
+def _make_sync(config: RunConfig, trainer: Trainer, pool: EnginePool, dataset: PromptDataset) -> WeightSync:
+    probe = [dataset.prompt(index % len(dataset)).token_ids[:_PROBE_TOKENS] for index in (0, 1)]
+    return WeightSync(
+        trainer=trainer,
+        pool=pool,
+        config=config.sync,
+        tolerance=config.sync.probe_tolerance or _TOLERANCES[config.model.dtype],
+        probe=probe,
+        keep_versions=config.rollout.staleness + 2,
+    )
+
+
+def _make_collector(
+    config: RunConfig, dataset: PromptDataset, sampler: Sampler, sampling: SamplingParams, position: DataPosition
+) -> Collector:
+    stream = PromptStream(dataset, seed=config.seed, shuffle=config.data.shuffle, position=position)
+    return Collector(sampler=sampler, stream=stream, config=config.rollout, sampling=sampling, seed=config.seed)
 
 
 def _start_trainer(config: RunConfig, folder: Path) -> RemoteTrainer:

@@ -14,7 +14,6 @@ from relax_pipeline.checkpoint.store import CheckpointRef, CheckpointStore, veri
 from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import CheckpointError, TrainerError
 from relax_pipeline.metrics.log import StepLog
-from relax_pipeline.rollout.pool import EnginePool
 from relax_pipeline.session.collect import Collector, Sampler
 from relax_pipeline.session.learn import learn, rollout_metrics
 from relax_pipeline.sync.report import SyncReport
@@ -62,7 +61,6 @@ class TrainingSession:
         run_folder: Path,
         identity: Identity,
         trainer: Trainer,
-        pool: EnginePool,
         sync: WeightSync,
         sampler: Sampler,
         collector: Callable[[DataPosition], Collector],
@@ -72,7 +70,7 @@ class TrainingSession:
         self.metrics = StepLog(run_folder / "metrics.jsonl")
         self.samples = StepLog(run_folder / "samples.jsonl")
         self.checkpoints = CheckpointStore(run_folder / "checkpoints")
-        self._identity, self._trainer, self._pool, self._sync = identity, trainer, pool, sync
+        self._identity, self._trainer, self._sync = identity, trainer, sync
         self._sampler, self._make_collector, self._evaluation = sampler, collector, evaluation
         self._collector: Collector | None = None
         self._position = DataPosition()
