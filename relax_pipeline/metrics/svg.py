@@ -87,13 +87,13 @@ def nice_ticks(low: float, high: float, max_ticks: int) -> tuple[float, ...]:
         first, last = math.floor(round(low / step, 9)), math.ceil(round(high / step, 9))
         if last - first < max_ticks:
             break
-    return tuple(round(index * step, 12) for index in range(first, last + 1))
+    return tuple(float(f"{index * step:.12g}") for index in range(first, last + 1))
 
 
 def _axis(values: Sequence[float], start: float, stop: float, *, max_ticks: int, tight: bool = False) -> _Axis:
     """An axis over the values, from first to last tick; tight: over the values only."""
     low, high = min(values, default=0.0), max(values, default=1.0)
-    if low == high:
+    if math.isclose(low, high):
         margin = abs(low) / 10 or 0.5
         low, high = low - margin, high + margin
     ticks = nice_ticks(low, high, max_ticks)

@@ -63,3 +63,11 @@ def test_text_is_escaped_and_the_svg_well_formed() -> None:
     root = ElementTree.fromstring(text)
     assert root.get("aria-label") == '"x" & <y>'
     assert "a<b" in [element.text for element in root]
+
+
+def test_ticks_of_tiny_values_stay_apart() -> None:
+    assert nice_ticks(1e-13, 4e-13, 4) == (1e-13, 2e-13, 3e-13, 4e-13)
+
+
+def test_values_that_differ_by_rounding_only_make_a_flat_line() -> None:
+    assert 'points="70.0,143.0 484.0,143.0"' in draw(reward=[(1, 1.0), (2, 1.0000000000000002)])
