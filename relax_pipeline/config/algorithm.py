@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -54,15 +53,3 @@ class OptimizerConfig(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-
-    @model_validator(mode="after")
-    def rate_suits_adapters(self) -> OptimizerConfig:
-        """Warn when the rate looks copied from full fine-tuning."""
-        if self.learning_rate < 2e-6:
-            warnings.warn(
-                f"optimizer.learning_rate {self.learning_rate:g} is a rate for full fine-tuning; "
-                "LoRA under-trains below 2e-6, recipes use 1e-5 to 5e-5",
-                UserWarning,
-                stacklevel=2,
-            )
-        return self

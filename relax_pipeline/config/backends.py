@@ -29,6 +29,11 @@ class FsdpTrainerConfig(TrainerSection):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more compute."""
 
+    @property
+    def world_size(self) -> int:
+        """Processes, and GPUs where there are any."""
+        return self.num_processes
+
 
 class MegatronTrainerConfig(TrainerSection):
     """Megatron-Core + Megatron-Bridge."""
@@ -40,6 +45,11 @@ class MegatronTrainerConfig(TrainerSection):
     expert_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     data_parallel_size: Annotated[int, Field(ge=1)] = 1
     sequence_parallel: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Processes, one GPU each; experts are spread over those of the data-parallel ranks."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
 
 TrainerConfig = Annotated[FsdpTrainerConfig | MegatronTrainerConfig, Field(discriminator="kind")]
@@ -89,7 +99,7 @@ EngineConfig = Annotated[HfEngineConfig | SglangEngineConfig | VllmEngineConfig,
 class SyncConfig(Section):
     """How the trainer's weights reach the engines."""
 
-    mode: Literal["adapter", "merge"] | None = None
+    mode: Literal["adapter", "merge"] = "merge"
     """adapter: the base once, then only LoRA tensors. merge: the whole model with the adapter folded in, each step.
     Not given: merge, with a warning."""
     transport: Literal["object_store", "ipc", "nccl", "disk"] = "object_store"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from relax_pipeline.config.base import Section
+from relax_pipeline.config.base import Section, advise
 
 
 class PromptSource(Section):
@@ -34,6 +34,13 @@ class DataConfig(Section):
     """A longer prompt is an error that names its row."""
     shuffle: bool = True
     """Draw in an order that follows from (seed, epoch); off: in file order."""
+
+    @model_validator(mode="after")
+    def system_prompt_needs_chat_template(self) -> DataConfig:
+        """Refuse a setting that would be ignored."""
+        if self.system_prompt is not None and not self.chat_template:
+            raise ValueError("system_prompt needs chat_template: set it to true, or write the text into the prompts")
+        return self
 
 
 class EvalConfig(Section):
@@ -72,6 +79,16 @@ class RolloutConfig(Section):
     timeout_seconds: Annotated[float, Field(gt=0)] = 1800
     """Deadline of one call to an engine."""
 
+    @model_validator(mode="after")
+    def sampling_is_what_the_loss_assumes(self) -> RolloutConfig:
+        """Warn when tokens are not drawn from the distribution their logprobs belong to."""
+        if self.top_p < 1 or self.top_k > 0:
+            advise(
+                f"rollout.top_p {self.top_p:g}, rollout.top_k {self.top_k}: tokens are drawn from a truncated "
+                "distribution, their logprobs are of the whole one; train with top_p 1 and top_k 0"
+            )
+        return self
+
 
 class ScorerConfig(Section):
     """One scorer and its weight in the reward."""
@@ -79,7 +96,7 @@ class ScorerConfig(Section):
     kind: str = "math"
     """math, dapo, deepscaler, exact, regex, multiple_choice, f1, remote, or python:module.function."""
     weight: float = 1.0
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the scorer, e.g. {pattern: "answer: (.*)"} for regex, {url: ...} for remote."""
 
     @field_validator("kind")

@@ -73,35 +73,54 @@ def _explain(error: ValidationError, file: Path) -> str:
     """Write pydantic's findings as one line each: key, problem, what was found, what to write."""
     lines = []
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
+        key, sections = _locate(problem["loc"])
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
-            message = "unknown key" + _suggest(str(problem["loc"][-1]), problem["loc"][:-1])
+            message = "unknown key" + _suggest(str(problem["loc"][-1]), sections)
         elif problem["type"] == "missing":
             message = "required, and not set"
+        elif problem["type"].startswith("union_tag"):
+            kinds = [_kind(section) for section in _sections_behind(sections, key.rpartition(".")[2])]
+            found = f"unknown kind {problem['ctx']['tag']!r}; " if "tag" in problem["ctx"] else ""
+            message = f"{found}set {key}.kind to {', '.join(kinds[:-1])} or {kinds[-1]}"
         elif problem["type"] != "value_error":
             message = f"{message[0].lower()}{message[1:]}, got {problem['input']!r}"
         lines.append(f"  {key}: {message}" if key else f"  {message}")
     return f"{file}: {len(lines)} problem{'s' * (len(lines) > 1)}\n" + "\n".join(lines)
 
 
-def _suggest(name: str, sections: tuple[int | str, ...]) -> str:
-    known: list[str] = []
-    model: type[BaseModel] | None = RunConfig
-    for section in sections:
-        model = _section_model(model, str(section)) if model else None
-    if model:
-        known = list(model.model_fields)
+def _locate(location: tuple[int | str, ...]) -> tuple[str, list[type[BaseModel]]]:
+    """Return a dotted key as the user writes it, and the sections that may hold it: one for each kind of backend."""
+    parts: list[str] = []
+    inner: list[type[BaseModel]] = [RunConfig]
+    outer = inner
+    for part in location:
+        chosen = [section for section in inner if _kind(section) == part]
+        if chosen and len(inner) > 1:  # pydantic names the kind as if it were a key
+            inner = chosen
+            continue
+        parts.append(str(part))
+        outer = inner
+        if not isinstance(part, int):
+            inner = _sections_behind(inner, part)
+    return ".".join(parts), outer
+
+
+def _sections_behind(sections: Iterable[type[BaseModel]], field: str) -> list[type[BaseModel]]:
+    """Return the section classes a field of these sections may hold."""
+    annotations = [section.model_fields[field].annotation for section in sections if field in section.model_fields]
+    candidates = [c for annotation in annotations for c in (annotation, *getattr(annotation, "__args__", ()))]
+    return [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+
+
+def _kind(section: type[BaseModel]) -> str | None:
+    field = section.model_fields.get("kind")
+    return field.default if field else None
+
+
+def _suggest(name: str, sections: Iterable[type[BaseModel]]) -> str:
+    known = [field for section in sections for field in section.model_fields]
     close = difflib.get_close_matches(name, known, n=1)
     if close:
         return f"; did you mean {close[0]}?"
     return f"; known here: {', '.join(known)}" if known else ""
-
-
-def _section_model(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """Return the section class behind a field, or, for a discriminated union, behind one of its kinds."""
-    candidates: list[Any] = []
-    if field := model.model_fields.get(name):
-        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
-    models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-    return models[0] if models else model

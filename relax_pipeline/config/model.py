@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from relax_pipeline.config.base import Section
+from relax_pipeline.config.base import Section, advise
 
 MEGATRON_TO_HF_MODULES: dict[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -76,11 +75,7 @@ class LoraConfig(Section):
     def scaling_is_moderate(self) -> LoraConfig:
         """Warn when the delta is scaled more than recipes that are known to learn."""
         if self.rank and self.alpha / self.rank > 4:
-            warnings.warn(
-                f"lora.alpha / lora.rank is {self.alpha / self.rank:g}; above 4 training tends to be unstable",
-                UserWarning,
-                stacklevel=2,
-            )
+            advise(f"lora.alpha / lora.rank is {self.alpha / self.rank:g}; above 4 training tends to be unstable")
         return self
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
@@ -18,7 +17,7 @@ from relax_pipeline.config.backends import (
     SyncConfig,
     TrainerConfig,
 )
-from relax_pipeline.config.base import Section
+from relax_pipeline.config.base import Section, advise
 from relax_pipeline.config.data import DataConfig, EvalConfig, RewardsConfig, RolloutConfig
 from relax_pipeline.config.model import LoraConfig, ModelConfig
 from relax_pipeline.config.storage import CheckpointConfig, PublishConfig, TrackingConfig
@@ -31,7 +30,7 @@ class RunConfig(Section):
     """Names the run folder; the same name resumes it. Letters, digits, '.', '_' and '-'."""
     output_dir: str = "runs"
     """Holds one folder per run: checkpoints, metrics.jsonl, report.html, the merged model."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     steps: Annotated[int, Field(ge=1)]
     """Rollouts to train on. Raising it later goes on from the last checkpoint."""
     model: ModelConfig
@@ -58,23 +57,12 @@ class RunConfig(Section):
             raise ValueError(f"{name!r}: start with a letter or digit; then letters, digits, '.', '_' and '-'")
         return name
 
-    @model_validator(mode="before")
-    @classmethod
-    def sync_mode_defaults_to_merge(cls, values: object) -> object:
-        """Fill in merge mode, with a warning, where no mode is given and adapters train."""
-        if not isinstance(values, dict):
-            return values
-        sync, lora = values.get("sync") or {}, values.get("lora") or {}
-        rank = lora.get("rank", 32) if isinstance(lora, dict) else lora.rank
-        if not isinstance(sync, dict) or sync.get("mode") is not None:
-            return values
-        if rank != 0:
-            warnings.warn(
-                "sync.mode is not set: using merge, which sends the whole model each step; adapter mode sends far less",
-                UserWarning,
-                stacklevel=2,
-            )
-        return {**values, "sync": {**sync, "mode": "merge"}}
+    @model_validator(mode="after")
+    def sync_mode_is_chosen(self) -> RunConfig:
+        """Warn when merge mode is used because no mode was given."""
+        if self.lora.enabled and "mode" not in self.sync.model_fields_set:
+            advise("sync.mode is not set: merge sends the whole model each step, adapter mode only the adapters")
+        return self
 
     @model_validator(mode="after")
     def full_training_syncs_merged(self) -> RunConfig:
@@ -132,6 +120,60 @@ class RunConfig(Section):
             raise ValueError(
                 f"algorithm.advantage {self.algorithm.advantage!r} compares the completions of one prompt, and "
                 "rollout.completions_per_prompt is 1: raise it, or use reinforce_plus_plus"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def colocated_adapters_stay_on_the_trainer_gpus(self) -> RunConfig:
+        """Adapters pass through memory that trainer and engine share."""
+        engines = self.engine.replicas * getattr(self.engine, "tensor_parallel_size", 1)
+        if self.cluster.colocate and self.sync.mode == "adapter" and engines > self.trainer.world_size:
+            raise ValueError(
+                f"cluster.colocate: the engines need {engines} GPUs and the trainer has {self.trainer.world_size}, so "
+                "adapters would not reach all engines: lower engine.replicas, set cluster.colocate to false, "
+                "or sync.mode to merge"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def penalty_fits_the_length_limit(self) -> RunConfig:
+        """A buffer longer than a completion would punish every completion."""
+        buffer, limit = self.rewards.overlong.buffer_tokens, self.rollout.max_new_tokens
+        if self.rewards.overlong.mode == "penalty" and buffer > limit:
+            raise ValueError(
+                f"rewards.overlong.buffer_tokens {buffer} exceeds rollout.max_new_tokens {limit}: "
+                "every completion would be punished; lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def kl_has_a_gradient(self) -> RunConfig:
+        """Refuse a KL term that only adds noise: E[grad log p] is 0. Source: Schulman 2020, Approximating KL."""
+        if self.algorithm.kl_coef > 0 and self.algorithm.kl_kind == "k1":
+            raise ValueError(
+                "algorithm.kl_kind 'k1' has an expected gradient of zero and holds no policy back: use k2 or k3"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def clip_range_suits_sequences(self) -> RunConfig:
+        """Warn when gspo gets a range meant for tokens. Source: Zheng et al. 2025, arXiv:2507.18071."""
+        algorithm = self.algorithm
+        if algorithm.loss == "gspo" and max(algorithm.clip_low, algorithm.clip_high) >= 0.1:
+            advise(
+                f"algorithm.clip_low {algorithm.clip_low:g} and clip_high {algorithm.clip_high:g} never clip a "
+                "sequence ratio, a mean over tokens; the gspo paper uses 3e-4 and 4e-4"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def rate_suits_adapters(self) -> RunConfig:
+        """Warn when the rate looks copied from full fine-tuning."""
+        rate = self.optimizer.learning_rate
+        if self.lora.enabled and rate < 2e-6:
+            advise(
+                f"optimizer.learning_rate {rate:g} is a rate for full fine-tuning; "
+                "LoRA under-trains below 2e-6, recipes use 1e-5 to 5e-5"
             )
         return self
 

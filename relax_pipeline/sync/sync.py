@@ -49,7 +49,7 @@ class WeightSync:
         Raises:
             SyncError: No engine holds the version afterwards; lists why.
         """
-        report = SyncReport(self._trainer.policy_version(), self._config.mode or "merge")
+        report = SyncReport(self._trainer.policy_version(), self._config.mode)
         with self._lock:
             with _timed(report.seconds, "export"):
                 self._export(report.version)
@@ -72,7 +72,7 @@ class WeightSync:
         """
         with self._lock:
             self._replace_quarantined()
-            self._bring_up(SyncReport(self._pool.serving_version, self._config.mode or "merge"))
+            self._bring_up(SyncReport(self._pool.serving_version, self._config.mode))
 
     def check_bases(self) -> None:
         """Compare the base every engine loaded with the trainer's.
@@ -119,7 +119,7 @@ class WeightSync:
             raise SyncError(f"no engine holds policy version {report.version}: {reasons}")
 
     def _bring_up_engine(self, slot: Slot) -> SyncReport:
-        report = SyncReport(self._pool.serving_version, self._config.mode or "merge")
+        report = SyncReport(self._pool.serving_version, self._config.mode)
         held = self._acknowledged.setdefault((slot.info.engine_id, slot.info.incarnation), {})
         try:
             for shipment in self._shipments:
