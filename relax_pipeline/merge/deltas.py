@@ -40,6 +40,11 @@ class Delta:
     magnitude: str | None = None
     """DoRA: key of the norm each output row is brought to, [O]."""
 
+    def overlaps(self, other: Delta) -> bool:
+        """Whether the two may change the same entry of one weight."""
+        same_expert = self.target_expert is None or other.target_expert in (None, self.target_expert)
+        return same_expert and (None in (self.target_rows, other.target_rows) or self.target_rows == other.target_rows)
+
 
 @dataclass(frozen=True)
 class Factors:

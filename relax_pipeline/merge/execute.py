@@ -14,7 +14,8 @@ from threading import Lock
 import torch
 
 from relax_pipeline.merge.outputs import Moved, produce
-from relax_pipeline.merge.plan import MergePlan, Shard
+from relax_pipeline.merge.plan import MergePlan
+from relax_pipeline.merge.shards import Shard
 from relax_pipeline.storage.files import sha256_file, write_atomic
 
 Progress = Callable[[int, int], None]
@@ -108,7 +109,7 @@ def write_shard(
                 stream.write(data)
                 digest.update(data)
                 wrote(len(data))
-            if output.is_changed:
+            if output.is_targeted:
                 moved[output.info.name] = (output.num_entries, entries.count)
         stream.flush()
         os.fsync(stream.fileno())

@@ -30,6 +30,7 @@ def merge_adapter(
     output: Path,
     *,
     allow_other_base: bool = False,
+    keep_quantization: bool = False,
     progress: Progress | None = None,
 ) -> MergeReport:
     """Merge an adapter into its base and write a standalone Hugging Face checkpoint with a MERGE.json.
@@ -43,6 +44,7 @@ def merge_adapter(
         adapter: PEFT LoRA folder, or a checkpoint folder with one in `adapter/`.
         output: Folder to create; it may exist if it is empty.
         allow_other_base: Merge although the adapter records another base; the report says so.
+        keep_quantization: Quantise changed weights again; otherwise a quantised base becomes bfloat16.
         progress: Called with (bytes written, bytes in all).
 
     Raises:
@@ -51,25 +53,30 @@ def merge_adapter(
         MergeError: The two do not fit, the result would be wrong, or there is no room for it.
     """
     started = time.monotonic()
-    plan = plan_merge(base, adapter)
+    plan = plan_merge(base, adapter, keep_quantization=keep_quantization)
     check_adapter_values(plan)
     base_digest, adapter_digest = model_digest(base), tensors_digest(plan.adapter.tensors)
     base_check = check_base(plan, base_digest, adapter_digest, allow_other_base=allow_other_base)
     done = read_report(output)
-    if done and (done.base_digest, done.adapter_digest) == (base_digest, adapter_digest):
+    if done and (done.base_digest, done.adapter_digest, done.quantization) == (
+        base_digest,
+        adapter_digest,
+        plan.quantization,
+    ):
         return done
     _check_output(output, base)
-    with open_workspace(output, fingerprint=f"{base_digest} {adapter_digest}") as workspace:
+    with open_workspace(output, fingerprint=f"{base_digest} {adapter_digest} {keep_quantization}") as workspace:
         check_disk_space(workspace, plan.num_bytes)
         records = write_shards(plan, workspace.folder, workspace.records, progress=progress)
         unchanged = unchanged_tensors(plan, records)
-        files_copied = copy_other_files(plan.base, workspace.folder, {})
+        files_copied = copy_other_files(plan.base, workspace.folder, plan.rewritten)
         rows = verify_merge(plan, workspace.folder)
         earlier = read_report(base)
         report = MergeReport(
             base=base.resolve().name,
             base_digest=base_digest,
             base_check=base_check,
+            quantization=plan.quantization,
             adapter_digest=adapter_digest,
             adapter_base_digest=plan.adapter.base_digest,
             merged_adapters=(*(earlier.merged_adapters if earlier else ()), adapter_digest),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,38 +13,46 @@ import torch
 from relax_pipeline.errors import MergeError
 from relax_pipeline.merge.compute import fold_chunks
 from relax_pipeline.merge.deltas import Delta, load_factors
-from relax_pipeline.merge.weights import FLOAT_DTYPES, Weight
+from relax_pipeline.merge.quantization.requantise import requantise
+from relax_pipeline.merge.quantization.values import row_reader
+from relax_pipeline.merge.weights import Weight
 from relax_pipeline.safetensors_io.header import ITEM_BYTES, TensorInfo
-from relax_pipeline.safetensors_io.read import TORCH_DTYPES, read_bytes, read_rows
+from relax_pipeline.safetensors_io.read import TORCH_DTYPES, read_bytes
 
 COPY_BYTES = 1 << 22
+Part = Literal["copy", "values", "codes", "scale", "zero_point", "replacement"]
+"""copy: a base tensor's bytes. values: the weight plus its deltas, rounded to the output's dtype. codes, scale and
+zero_point: the same, quantised again. replacement: a tensor of the adapter."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor to write: a base tensor as it is, a weight with deltas, or a tensor of the adapter."""
+    """One tensor to write."""
 
     info: TensorInfo
     """Name, dtype and shape to write."""
+    part: Part
+    original: TensorInfo
+    """The base tensor it stands for."""
     source: Weight
     deltas: tuple[Delta, ...] = ()
-    replacement: str | None = None
+    replacement: str = ""
     """Key of the adapter tensor that takes the weight's place."""
 
     @property
-    def is_changed(self) -> bool:
-        """Whether it is more than a copy."""
-        return bool(self.deltas or self.replacement)
+    def is_targeted(self) -> bool:
+        """Whether it holds a weight that the adapter changes."""
+        return self.part == "replacement" or (bool(self.deltas) and self.part in ("values", "codes"))
 
     @property
     def num_entries(self) -> int:
-        """Values it holds."""
-        return math.prod(self.info.shape)
+        """Values of the weight."""
+        return math.prod(self.source.shape)
 
 
 @dataclass
 class Moved:
-    """How many entries of one tensor differ from the base's."""
+    """How many entries of one weight differ from the base's."""
 
     count: int = 0
 
@@ -54,17 +63,19 @@ def produce(output: Output, adapter: Mapping[str, torch.Tensor], moved: Moved) -
     Args:
         output: What to make.
         adapter: The adapter's tensors.
-        moved: Counts the entries that differ from the base, where the output is not a plain copy.
+        moved: Counts the entries that differ from the base, where the output is targeted.
 
     Raises:
         MergeError: A value is NaN or infinite.
     """
-    if output.replacement is not None:
+    if output.part == "copy":
+        chunks = _copy(output.original)
+    elif output.part == "replacement":
         chunks = _replace(output, adapter, moved)
-    elif output.deltas:
-        chunks = _fold(output, adapter, moved)
+    elif output.part == "values":
+        chunks = _values(output, adapter, moved)
     else:
-        chunks = _copy(output.source.tensor)
+        chunks = _requantised(output, adapter, moved)
     for chunk in chunks:
         check_finite(chunk, output.info.name)
         yield chunk.contiguous().view(-1).view(torch.uint8)
@@ -78,10 +89,11 @@ def check_finite(values: torch.Tensor, name: str) -> None:
     """
     if not values.is_floating_point() or not values.numel():
         return
-    wide = values if values.element_size() > 1 else values.float()
-    low, high = torch.aminmax(wide)
+    low, high = torch.aminmax(values if values.element_size() > 1 else values.float())
     if not (torch.isfinite(low) and torch.isfinite(high)):
-        raise MergeError(f"{name} holds NaN or infinity; a merged model would answer nonsense, so nothing was written")
+        raise MergeError(
+            f"{name} holds NaN or infinity; a model merged from it would be useless, so it was not written"
+        )
 
 
 def _copy(info: TensorInfo) -> Iterator[torch.Tensor]:
@@ -91,40 +103,54 @@ def _copy(info: TensorInfo) -> Iterator[torch.Tensor]:
         yield read_bytes(info.file, info.offset + start, min(step, info.num_bytes - start)).view(dtype)
 
 
-def _fold(output: Output, adapter: Mapping[str, torch.Tensor], moved: Moved) -> Iterator[torch.Tensor]:
-    weight, dtype = output.source, TORCH_DTYPES[output.info.dtype]
-    num_matrices, num_rows, num_columns = weight.matrices
-    for matrix in range(num_matrices):
-        factors = [part for delta in output.deltas if (part := load_factors(delta, adapter, matrix)) is not None]
-        first = matrix * num_rows
+def _folded(
+    output: Output, adapter: Mapping[str, torch.Tensor], matrix: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (base values, new values in float32) of one matrix, in row chunks."""
+    _, num_rows, num_columns = output.source.matrices
+    factors = [part for delta in output.deltas if (part := load_factors(delta, adapter, matrix)) is not None]
+    return fold_chunks(row_reader(output.source, matrix), shape=(num_rows, num_columns), factors=factors)
 
-        def read(start: int, stop: int, first: int = first) -> torch.Tensor:
-            flat = TensorInfo(
-                "",
-                weight.tensor.dtype,
-                (num_matrices * num_rows, num_columns),
-                weight.tensor.offset,
-                weight.tensor.file,
-            )
-            return read_rows(flat, first + start, first + stop)
 
-        for old, new in fold_chunks(read, shape=(num_rows, num_columns), factors=factors):
+def _values(output: Output, adapter: Mapping[str, torch.Tensor], moved: Moved) -> Iterator[torch.Tensor]:
+    dtype = TORCH_DTYPES[output.info.dtype]
+    for matrix in range(output.source.matrices[0]):
+        for old, new in _folded(output, adapter, matrix):
             rounded = new.to(dtype)
-            moved.count += count_different(old, rounded)
+            if output.deltas:
+                moved.count += count_different(old.to(dtype), rounded)
             yield rounded
 
 
+def _requantised(output: Output, adapter: Mapping[str, torch.Tensor], moved: Moved) -> Iterator[torch.Tensor]:
+    for matrix in range(output.source.matrices[0]):
+        new = torch.cat([rows.clone() for _, rows in _folded(output, adapter, matrix)])
+        check_finite(new, output.info.name)
+        quantized = requantise(new, output.source, matrix)
+        if output.part == "codes":
+            _, num_rows, _ = output.source.matrices
+            moved.count += count_different(row_reader(output.source, matrix)(0, num_rows), quantized.values)
+            yield quantized.codes
+        elif output.part == "scale":
+            yield quantized.scale
+        else:
+            assert quantized.zero_point is not None
+            yield quantized.zero_point
+
+
 def _replace(output: Output, adapter: Mapping[str, torch.Tensor], moved: Moved) -> Iterator[torch.Tensor]:
-    assert output.replacement is not None
-    new = adapter[output.replacement].to(TORCH_DTYPES[output.info.dtype])
-    if output.source.tensor.dtype in FLOAT_DTYPES:
-        old = torch.cat([chunk.view(-1) for chunk in _copy(output.source.tensor)])
-        moved.count += count_different(old, new.view(-1))
+    dtype = TORCH_DTYPES[output.info.dtype]
+    new = adapter[output.replacement].to(dtype)
+    if output.source.scheme is None:
+        old = torch.cat([chunk.view(-1) for chunk in _copy(output.original)])
+        moved.count += count_different(old, new.reshape(-1))
+    else:
+        moved.count += new.numel()
     yield new
 
 
 def count_different(old: torch.Tensor, new: torch.Tensor) -> int:
-    """Return how many entries of two tensors of one dtype differ in value."""
+    """Return how many entries of two tensors of one dtype differ."""
     if old.element_size() == 2:  # numpy counts integers several times faster than torch
         return int(np.count_nonzero(old.view(torch.int16).numpy() != new.view(torch.int16).numpy()))
     return int(torch.count_nonzero(old != new))

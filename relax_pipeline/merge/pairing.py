@@ -41,10 +41,21 @@ class Pairing:
     scaling: float = 0.0
     deltas: Mapping[str, tuple[Delta, ...]] = field(default_factory=dict)
     """Base module name to the changes of it."""
-    replaces: str | None = None
+    replaces: str = ""
     """Base module whose tensor the adapter's takes the place of."""
-    replacement: str | None = None
+    replacement: str = ""
     """Key of that adapter tensor."""
+    base_copy: str = ""
+    """Key of an adapter tensor that repeats the base's, as peft saves beside an adapted embedding."""
+
+    @property
+    def keys(self) -> set[str]:
+        """All adapter tensors that this uses."""
+        used = {self.replacement, self.base_copy}
+        for deltas in self.deltas.values():
+            for delta in deltas:
+                used |= {delta.a_key, delta.b_key, delta.magnitude or ""}
+        return used - {""}
 
 
 def pair_linear(module: str, parts: Parts, sides: Sides) -> Pairing | None:
@@ -62,7 +73,8 @@ def pair_linear(module: str, parts: Parts, sides: Sides) -> Pairing | None:
         raise shape_error(module, A, B, sides.weights[target])
     scaling = sides.adapter.config.scaling_of(module)
     delta = Delta(module, parts["A"], parts["B"], scaling, magnitude=_magnitude(module, parts, sides, B[0]))
-    return Pairing(module, "linear", rank, scaling, {target: (delta,)})
+    copy = _base_copy(parts, sides, sides.weights[target])
+    return Pairing(module, "linear", rank, scaling, {target: (delta,)}, base_copy=copy)
 
 
 def pair_embedding(module: str, parts: Parts, sides: Sides) -> Pairing:
@@ -82,7 +94,8 @@ def pair_embedding(module: str, parts: Parts, sides: Sides) -> Pairing:
         raise shape_error(module, A, B, sides.weights[target])
     scaling = sides.adapter.config.scaling_of(module)
     delta = Delta(module, parts["embedding_A"], parts["embedding_B"], scaling, swapped=True)
-    return Pairing(module, "embedding", rank, scaling, {target: (delta,)})
+    copy = _base_copy(parts, sides, sides.weights[target])
+    return Pairing(module, "embedding", rank, scaling, {target: (delta,)}, base_copy=copy)
 
 
 def pair_replacement(name: str, key: str, sides: Sides) -> Pairing:
@@ -94,11 +107,7 @@ def pair_replacement(name: str, key: str, sides: Sides) -> Pairing:
     target = find_name(name.removesuffix(".weight"), sides.weights)
     if target is None:
         raise MergeError(f"adapter tensor {key} is no LoRA tensor, and the base has no {name} that it could replace")
-    if sides.shape(key) != sides.weights[target].shape:
-        raise MergeError(
-            f"adapter tensor {key} has shape {list(sides.shape(key))}, the base's {sides.weights[target].name} has "
-            f"{list(sides.weights[target].shape)}; resize the base to what the adapter was trained on first"
-        )
+    _check_same_shape(key, sides, sides.weights[target])
     return Pairing(name, "replacement", replaces=target, replacement=key)
 
 
@@ -151,3 +160,18 @@ def _magnitude(module: str, parts: Parts, sides: Sides, out_features: int) -> st
     if key is not None and sides.shape(key) != (out_features,):
         raise MergeError(f"{key} has shape {list(sides.shape(key))}, expected [{out_features}]: one norm an output row")
     return key
+
+
+def _base_copy(parts: Parts, sides: Sides, weight: Weight) -> str:
+    key = parts.get("base_copy", "")
+    if key:
+        _check_same_shape(key, sides, weight)
+    return key
+
+
+def _check_same_shape(key: str, sides: Sides, weight: Weight) -> None:
+    if sides.shape(key) != weight.shape:
+        raise MergeError(
+            f"adapter tensor {key} has shape {list(sides.shape(key))}, the base's {weight.name} has "
+            f"{list(weight.shape)}; resize the base to what the adapter was trained on first"
+        )

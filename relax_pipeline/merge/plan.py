@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from relax_pipeline.errors import MergeError
 from relax_pipeline.merge.adapter import AdapterFiles, open_adapter
-from relax_pipeline.merge.base import Base, read_base
-from relax_pipeline.merge.deltas import Delta
+from relax_pipeline.merge.base import CONFIG_FILE, INDEX_FILE, Base, read_base
+from relax_pipeline.merge.changes import Changes, gather_changes
 from relax_pipeline.merge.experts import pair_experts
 from relax_pipeline.merge.fused import pair_fused
 from relax_pipeline.merge.keys import parse_keys
@@ -23,23 +25,13 @@ from relax_pipeline.merge.pairing import (
     pair_linear,
     pair_replacement,
 )
-from relax_pipeline.merge.weights import FLOAT_DTYPES, Weight, by_name, read_weights
-from relax_pipeline.safetensors_io.header import Header
+from relax_pipeline.merge.quantization.config import without_quantization
+from relax_pipeline.merge.quantization.detect import read_weights
+from relax_pipeline.merge.shards import Shard, plan_shards
+from relax_pipeline.merge.tying import Tie, find_tie, untied
+from relax_pipeline.merge.weights import Weight
 
-
-@dataclass(frozen=True)
-class Shard:
-    """One safetensors file to write."""
-
-    file: str
-    header: Header
-    outputs: tuple[Output, ...]
-    """In file order."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the file."""
-        return len(self.header.raw) + sum(tensor.num_bytes for tensor in self.header.tensors)
+Quantization = Literal["none", "kept", "dequantised to bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +42,11 @@ class MergePlan:
     adapter: AdapterFiles
     pairings: tuple[Pairing, ...]
     shards: tuple[Shard, ...]
+    rewritten: Mapping[str, str]
+    """Name to content of the JSON files that cannot stay as they are."""
+    quantization: Quantization
+    weights: Mapping[str, Weight]
+    """By base module, the head of a tied base included."""
 
     @property
     def num_bytes(self) -> int:
@@ -57,17 +54,32 @@ class MergePlan:
         return sum(shard.num_bytes for shard in self.shards)
 
     @property
-    def changed(self) -> tuple[Output, ...]:
-        """Outputs that are more than a copy."""
-        return tuple(out for shard in self.shards for out in shard.outputs if out.is_changed)
+    def targeted(self) -> tuple[Output, ...]:
+        """Outputs that hold a weight the adapter changes."""
+        return tuple(output for shard in self.shards for output in shard.outputs if output.is_targeted)
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Return the pairing as rows of text, the column titles first."""
+        rows: list[tuple[str, ...]] = [
+            ("adapter module", "kind", "rank", "scaling", "base tensor", "shape", "stored as", "file")
+        ]
+        for pairing in self.pairings:
+            targets = [self.weights[module] for module in (*pairing.deltas, *filter(None, [pairing.replaces]))]
+            more = f" and {len(targets) - 1} more" if len(targets) > 1 else ""
+            first, shape = targets[0], "x".join(map(str, targets[0].shape))
+            size = (str(pairing.rank), f"{pairing.scaling:g}") if pairing.rank else ("", "")
+            stored = first.scheme.format if first.scheme else first.tensor.dtype
+            rows.append((pairing.module, pairing.kind, *size, first.name + more, shape, stored, first.tensor.file.name))
+        return rows
 
 
-def plan_merge(base: Path, adapter: Path) -> MergePlan:
+def plan_merge(base: Path, adapter: Path, *, keep_quantization: bool = False) -> MergePlan:
     """Plan a merge; reads headers and configs, writes nothing.
 
     Args:
         base: Hugging Face checkpoint folder.
         adapter: PEFT LoRA folder, or a checkpoint folder with one inside.
+        keep_quantization: Quantise changed weights again; otherwise a quantised base becomes bfloat16.
 
     Raises:
         ModelError: The base is incomplete or damaged.
@@ -76,17 +88,22 @@ def plan_merge(base: Path, adapter: Path) -> MergePlan:
     """
     opened_base, opened_adapter = read_base(base), open_adapter(adapter)
     weights = read_weights(opened_base)
+    tie = find_tie(opened_base, weights)
+    with_head = {**weights, tie.head.module: tie.head} if tie else weights
+    sides = Sides(opened_base, with_head, opened_adapter)
     modules = parse_keys(opened_adapter.tensors)
-    sides = Sides(opened_base, weights, opened_adapter)
     pairings = tuple(_pair(module, parts, sides) for module, parts in modules.items())
     _check_all_used(pairings, opened_adapter)
-    deltas, replacements = _by_weight(pairings, weights)
-    names = by_name(weights)
-    shards = tuple(
-        Shard(file, header, tuple(_output(names[info.name], deltas, replacements) for info in header.tensors))
-        for file, header in opened_base.headers.items()
-    )
-    return MergePlan(opened_base, opened_adapter, pairings, shards)
+    changes = gather_changes(pairings, with_head, keep_quantization=keep_quantization)
+    unties = tie is not None and _unties(tie, changes, sides)
+    new_head = tie.head if tie and unties and not tie.head_is_stored else None
+    if new_head and new_head.scheme and keep_quantization:
+        raise MergeError(f"{new_head.tensor.name} is quantised and tied to the head; merge without --keep-quantization")
+    shards = plan_shards(opened_base, weights, changes, keep_quantization=keep_quantization, new_head=new_head)
+    quantized = any(weight.scheme for weight in weights.values())
+    rewritten = _rewritten(opened_base, shards, dequantises=quantized and not keep_quantization, unties=unties)
+    quantization: Quantization = "none" if not quantized else "kept" if keep_quantization else "dequantised to bfloat16"
+    return MergePlan(opened_base, opened_adapter, pairings, shards, rewritten, quantization, with_head)
 
 
 def _pair(module: str, parts: Parts, sides: Sides) -> Pairing:
@@ -101,42 +118,28 @@ def _pair(module: str, parts: Parts, sides: Sides) -> Pairing:
     raise no_target(module)
 
 
-def _by_weight(
-    pairings: tuple[Pairing, ...], weights: Mapping[str, Weight]
-) -> tuple[dict[str, tuple[Delta, ...]], dict[str, str]]:
-    """Return base module to its deltas, and base module to the adapter tensor that replaces it."""
-    deltas: dict[str, tuple[Delta, ...]] = {}
-    replacements: dict[str, str] = {}
-    for pairing in pairings:
-        for target, added in pairing.deltas.items():
-            if weights[target].tensor.dtype not in FLOAT_DTYPES:
-                raise MergeError(
-                    f"{weights[target].name} has dtype {weights[target].tensor.dtype}, nothing can be added"
-                )
-            deltas[target] = (*deltas.get(target, ()), *added)
-        if pairing.replaces and pairing.replacement:
-            replacements[pairing.replaces] = pairing.replacement
-    for target in deltas.keys() & replacements.keys():
-        raise MergeError(f"the adapter both replaces {target} and adds to it; keep one of the two")
-    return deltas, replacements
+def _unties(tie: Tie, changes: Changes, sides: Sides) -> bool:
+    """Return whether head and embedding come apart: one changes and the other does not, or both on their own."""
+    embedding, head = changes.touch(tie.embedding), changes.touch(tie.head)
+    return head or (embedding and not sides.adapter.config.ensure_weight_tying)
 
 
-def _output(weight: Weight, deltas: Mapping[str, tuple[Delta, ...]], replacements: Mapping[str, str]) -> Output:
-    info = replace(weight.tensor, name=weight.name)
-    return Output(info, weight, deltas.get(weight.module, ()), replacements.get(weight.module))
+def _rewritten(base: Base, shards: tuple[Shard, ...], *, dequantises: bool, unties: bool) -> dict[str, str]:
+    """Return the JSON files that must say something else than the base's."""
+    files = {}
+    if dequantises or unties:
+        config = without_quantization(base.config) if dequantises else dict(base.config)
+        files[CONFIG_FILE] = json.dumps(untied(config) if unties else config, indent=2) + "\n"
+        if base.index is not None:
+            total = sum(tensor.num_bytes for shard in shards for tensor in shard.header.tensors)
+            weight_map = {tensor.name: shard.file for shard in shards for tensor in shard.header.tensors}
+            index = {"metadata": {**base.index.get("metadata", {}), "total_size": total}, "weight_map": weight_map}
+            files[INDEX_FILE] = json.dumps(index, indent=2) + "\n"
+    return files
 
 
 def _check_all_used(pairings: tuple[Pairing, ...], adapter: AdapterFiles) -> None:
-    """Fail unless the pairings use each adapter tensor, and each whole one once."""
-    used = {key for pairing in pairings for key in _keys(pairing)}
+    used = {key for pairing in pairings for key in pairing.keys}
     unused = sorted(set(adapter.tensors) - used)
     if unused:
         raise MergeError(f"{len(unused)} adapter tensors would go unused, the first are {unused[:5]}")
-
-
-def _keys(pairing: Pairing) -> set[str]:
-    keys = {pairing.replacement} if pairing.replacement else set()
-    for deltas in pairing.deltas.values():
-        for delta in deltas:
-            keys |= {delta.a_key, delta.b_key} | ({delta.magnitude} if delta.magnitude else set())
-    return keys

@@ -24,6 +24,8 @@ class MergeReport:
     base_digest: str
     base_check: str
     """matched, not recorded, or other base allowed."""
+    quantization: str
+    """none, kept, or dequantised to bfloat16."""
     adapter_digest: str
     adapter_base_digest: str | None
     merged_adapters: tuple[str, ...]
@@ -59,7 +61,7 @@ def read_report(folder: Path) -> MergeReport | None:
 
 def merge_counts(plan: MergePlan, *, verified_rows: int, files_copied: int) -> dict[str, int]:
     """Return the counts that a report shows."""
-    changed = len(plan.changed)
+    changed = len(plan.targeted)
     return {
         "adapter_tensors": len(plan.adapter.tensors),
         "adapter_modules": len(plan.pairings),

@@ -5,24 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
+
 from relax_pipeline.errors import MergeError
 from relax_pipeline.merge.deltas import load_factors
 from relax_pipeline.merge.execute import ShardRecord
 from relax_pipeline.merge.outputs import Output, check_finite
 from relax_pipeline.merge.plan import MergePlan
 from relax_pipeline.merge.report import read_report
+from relax_pipeline.safetensors_io.read import read_tensor
 
 BaseCheck = Literal["matched", "other base allowed", "not recorded"]
 
 
 def check_adapter_values(plan: MergePlan) -> None:
-    """Fail where the adapter holds NaN or infinity.
+    """Fail where the adapter holds NaN or infinity, or repeats a base tensor otherwise than the base has it.
 
     Raises:
         MergeError: With the tensor's name.
     """
     for name in plan.adapter.tensors:
         check_finite(plan.adapter.tensors[name], name)
+    for pairing in plan.pairings:
+        for target in pairing.deltas if pairing.base_copy else ():
+            weight, copy = plan.weights[target], plan.adapter.tensors[pairing.base_copy]
+            base = read_tensor(weight.tensor)
+            if weight.scheme is not None or not torch.equal(base, copy.to(base.dtype)):
+                raise MergeError(
+                    f"{pairing.base_copy} is not what the base has in {weight.name}: the adapter is of "
+                    "another base, or on one whose embedding was changed first; merge into that one"
+                )
 
 
 def check_base(plan: MergePlan, base_digest: str, adapter_digest: str, *, allow_other_base: bool) -> BaseCheck:
@@ -56,7 +68,7 @@ def unchanged_tensors(plan: MergePlan, records: Sequence[ShardRecord]) -> tuple[
         MergeError: A tensor did not change although its delta is not zero: rounding took all of it.
     """
     moved = {name: count for record in records for name, (_, count) in record.moved.items()}
-    unchanged = [output for output in plan.changed if moved[output.info.name] == 0]
+    unchanged = [output for output in plan.targeted if moved[output.info.name] == 0]
     swallowed = [output.info.name for output in unchanged if _has_delta(output, plan)]
     if swallowed:
         raise MergeError(

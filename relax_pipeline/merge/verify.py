@@ -1,9 +1,10 @@
-"""Check a merged folder against base and adapter from the files on disk, with other code than wrote it."""
+"""Check a merged folder against base and adapter from the files on disk, in float64."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,16 +13,20 @@ from relax_pipeline.errors import MergeError
 from relax_pipeline.merge.deltas import load_factors
 from relax_pipeline.merge.outputs import Output
 from relax_pipeline.merge.plan import MergePlan
+from relax_pipeline.merge.quantization.values import rounding_step, row_reader
+from relax_pipeline.merge.weights import Weight
 from relax_pipeline.safetensors_io.header import TensorInfo, read_header
-from relax_pipeline.safetensors_io.read import read_bytes, read_rows, read_tensor
+from relax_pipeline.safetensors_io.read import read_bytes, read_tensor
 
 SAMPLED_ROWS = 3
 SAMPLED_MATRICES = 4
 WINDOW_BYTES = 4096
+FLOAT32_SLACK = 2**-20
+"""Share of the summed magnitudes that float32 accumulation may be off by."""
 
 
 def verify_merge(plan: MergePlan, folder: Path) -> int:
-    """Recompute sampled rows of every changed tensor in float64, compare sampled bytes of every other one.
+    """Recompute sampled rows of every changed weight, compare sampled bytes of every tensor that must be unchanged.
 
     Args:
         plan: What should have been written.
@@ -33,32 +38,32 @@ def verify_merge(plan: MergePlan, folder: Path) -> int:
     Raises:
         MergeError: The folder is not what the plan describes; names the tensor.
     """
+    headers = {shard.file: read_header(folder / shard.file) for shard in plan.shards}
+    written = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
     rows = 0
     for shard in plan.shards:
-        written = {tensor.name: tensor for tensor in read_header(folder / shard.file).tensors}
-        if list(written) != [output.info.name for output in shard.outputs]:
+        if [tensor.name for tensor in headers[shard.file].tensors] != [output.info.name for output in shard.outputs]:
             raise MergeError(f"{folder / shard.file} does not hold the tensors that were planned for it")
         for output in shard.outputs:
-            if output.deltas:
-                rows += _verify_fold(output, written[output.info.name], plan.adapter.tensors)
-            elif output.replacement:
+            if output.part in ("values", "codes"):
+                rows += _verify_weight(output, written, plan.adapter.tensors)
+            elif output.part == "replacement":
                 _verify_replacement(output, written[output.info.name], plan.adapter.tensors)
-            else:
+            elif output.part == "copy":
                 _verify_copy(output, written[output.info.name])
     return rows
 
 
-def _verify_fold(output: Output, written: TensorInfo, adapter: Mapping[str, torch.Tensor]) -> int:
+def _verify_weight(output: Output, written: Mapping[str, TensorInfo], adapter: Mapping[str, torch.Tensor]) -> int:
     num_matrices, num_rows, _ = output.source.matrices
+    result = _written_weight(output, written)
     checked = 0
     for matrix in _sample(output.info.name, num_matrices, SAMPLED_MATRICES):
+        old, new = row_reader(output.source, matrix), row_reader(result, matrix)
         for row in _sample(f"{output.info.name}/{matrix}", num_rows, SAMPLED_ROWS):
-            old = _matrix_row(output.source.tensor, output.source.matrices, matrix, row)
-            new = _matrix_row(written, output.source.matrices, matrix, row)
-            expected, magnitude = expected_row(output, adapter, matrix=matrix, row=row, old=old)
-            unit = torch.finfo(new.dtype).eps / 2
-            tolerance = unit * expected.abs() + 2**-20 * magnitude + torch.finfo(new.dtype).smallest_normal * unit
-            if not bool(((new.double() - expected).abs() <= tolerance).all()):
+            expected, magnitude = expected_row(output, adapter, matrix=matrix, row=row, old=old(row, row + 1)[0])
+            tolerance = rounding_step(result, matrix, row, expected) + FLOAT32_SLACK * magnitude
+            if not bool(((new(row, row + 1)[0].double() - expected).abs() <= tolerance).all()):
                 raise MergeError(f"{output.info.name}: row {row} of matrix {matrix} is not base + adapter on disk")
             checked += 1
     return checked
@@ -74,37 +79,40 @@ def expected_row(
         rows = range(*factors.rows.indices(output.source.matrices[1])) if factors else range(0)
         if factors is None or row not in rows:
             continue
-        left, right = factors.left[rows.index(row)].double(), factors.right.double()
+        index = rows.index(row)
+        left, right = factors.left[index].double(), factors.right.double()
         expected[factors.columns] += factors.scaling * (left @ right)
         magnitude[factors.columns] += abs(factors.scaling) * (left.abs() @ right.abs())
         if factors.magnitude is not None:
-            factor = factors.magnitude[rows.index(row)].double() / torch.linalg.vector_norm(expected)
-            expected, magnitude = expected * factor, magnitude * factor.abs() + expected.abs() * factor.abs()
+            stretch = factors.magnitude[index].double() / torch.linalg.vector_norm(expected)
+            expected, magnitude = expected * stretch, (magnitude + expected.abs()) * stretch.abs()
     return expected, magnitude
 
 
+def _written_weight(output: Output, written: Mapping[str, TensorInfo]) -> Weight:
+    """Return the weight as it lies in the new files."""
+    tensor, scheme = written[output.info.name], output.source.scheme
+    if output.part == "values" or scheme is None:
+        return replace(output.source, tensor=tensor, scheme=None)
+    zero_point = written[scheme.zero_point.name] if scheme.zero_point else None
+    new_scheme = replace(scheme, scale=written[scheme.scale.name], zero_point=zero_point)
+    return replace(output.source, tensor=tensor, scheme=new_scheme)
+
+
 def _verify_replacement(output: Output, written: TensorInfo, adapter: Mapping[str, torch.Tensor]) -> None:
-    assert output.replacement is not None
     new = read_tensor(written)
     if not torch.equal(new, adapter[output.replacement].to(new.dtype)):
         raise MergeError(f"{output.info.name} is not the adapter's {output.replacement} on disk")
 
 
 def _verify_copy(output: Output, written: TensorInfo) -> None:
-    original = output.source.tensor
+    original = output.original
     length = min(WINDOW_BYTES, written.num_bytes)
     last = written.num_bytes - length
     for start in {0, *_sample(output.info.name, last, 1), last}:
         old = read_bytes(original.file, original.offset + start, length)
         if not torch.equal(old, read_bytes(written.file, written.offset + start, length)):
-            raise MergeError(f"{output.info.name} is not the adapter's target, yet its bytes differ from the base")
-
-
-def _matrix_row(info: TensorInfo, matrices: tuple[int, int, int], matrix: int, row: int) -> torch.Tensor:
-    num_matrices, num_rows, num_columns = matrices
-    flat = TensorInfo(info.name, info.dtype, (num_matrices * num_rows, num_columns), info.offset, info.file)
-    index = matrix * num_rows + row
-    return read_rows(flat, index, index + 1)[0]
+            raise MergeError(f"{output.info.name} is no target of the adapter, yet its bytes differ from the base's")
 
 
 def _sample(seed: str, size: int, count: int) -> Iterator[int]:
