@@ -18,9 +18,9 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration in its two largest units, e.g. 1 h 04 min."""
+    """Return a duration in its one or two largest units, e.g. 1 h 04 min, 0.117 s."""
     if seconds < 60:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
