@@ -23,6 +23,7 @@ from relax_pipeline.rewards.build import build_scorer
 from relax_pipeline.sizes import ModelSizes, measure_model
 
 T = TypeVar("T")
+_SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +174,11 @@ def _progress_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _prompt_rows(prompts: PromptFacts) -> list[tuple[str, str]]:
+    text = prompts.first_prompt
+    shown = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
     return [
         ("prompts", f"{prompts.train_rows:,} to train, {prompts.eval_rows:,} held out"),
-        ("first prompt", f"{prompts.first_prompt!r} ({prompts.first_prompt_tokens:,} tokens)"),
+        ("first prompt", f"{shown!r} ({prompts.first_prompt_tokens:,} tokens)"),
     ]
 
 

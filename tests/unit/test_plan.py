@@ -257,3 +257,9 @@ def test_rows_tell_sizes_and_savings(values: dict[str, Any]) -> None:
 def test_rows_end_with_what_is_refused(values: dict[str, Any]) -> None:
     rows = plan_rows(make_plan(config(values, engine={"kind": "sglang"})))
     assert rows[-1] == ("refused", "engine.kind 'sglang' is not available yet; use hf")
+
+
+def test_long_first_prompt_is_cut_where_it_is_shown(values: dict[str, Any], prompts: Path) -> None:
+    prompts.write_text(json.dumps({"prompt": "7" * 300, "label": "7"}) + "\n")
+    rows = dict(plan_rows(make_plan(config(values))))
+    assert rows["first prompt"] == f"'<|user|>{'7' * 192} ...' (303 tokens)"
