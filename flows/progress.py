@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from relax_pipeline.config import RunConfig
+from relax_pipeline.metrics.text import seconds_text
 
 _RECENT_STEPS = 20
 
@@ -39,7 +40,7 @@ class StepProgress:
         """Show one finished step."""
         self._seconds.append(row["seconds/step"])
         left = sum(self._seconds) / len(self._seconds) * (self._config.steps - step)
-        text = f"{describe_row(row)}, {_duration(left)} left"
+        text = f"{describe_row(row)}, {seconds_text(left)} left"
         self._log.info(f"step {step}/{self._config.steps}: {text}")
         self._bar.update(self._task, completed=step, description=text)
 
@@ -52,9 +53,3 @@ def describe_row(row: dict[str, float]) -> str:
     parts.append(f"{row['rollout/tokens_per_second']:,.0f} tokens/s")
     parts.append(f"sync {row['seconds/sync']:.2f} s")
     return ", ".join(parts)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"

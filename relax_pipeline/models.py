@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -66,7 +66,7 @@ def linear_leaf_names(model: nn.Module) -> tuple[str, ...]:
 def inject_adapter(
     model: nn.Module, *, name: str, spec: AdapterSpec, modules: Sequence[str], on_meta: bool = False
 ) -> None:
-    """Put a LoRA adapter on the named modules and make it the active one; B starts at zero.
+    """Put a LoRA adapter on the named modules and make it the active one; B starts at zero. Ends in evaluation mode.
 
     Args:
         model: Changed in place.
@@ -83,6 +83,8 @@ def inject_adapter(
         bias="none",
     )
     inject_adapter_in_model(config, model, adapter_name=name, low_cpu_mem_usage=on_meta)
+    del model.peft_config  # or the next adapter warns of this one
+    model.eval()  # new layers come in training mode, and dropout with them
     for _, layer in lora_layers(model):
         layer.set_adapter(name)
 
@@ -106,7 +108,7 @@ def adapter_linears(model: nn.Module, name: str) -> dict[str, nn.Linear]:
 
 def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
     """Return the adapter's parameters by HF-PEFT name."""
-    return {key: linear.weight for key, linear in adapter_linears(model, name).items()}
+    return {key: cast(nn.Parameter, linear.weight) for key, linear in adapter_linears(model, name).items()}
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+from uuid import UUID
 
 import httpx
 from prefect.artifacts import (
@@ -15,9 +16,9 @@ from prefect.artifacts import (
 )
 from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
-from relax_pipeline.metrics.report import curves_markdown
 
 from relax_pipeline.config import RunConfig
+from relax_pipeline.metrics.curves import curves_markdown
 from relax_pipeline.metrics.log import StepLog
 from relax_pipeline.session.session import TrainingSession
 
@@ -31,8 +32,9 @@ class Watch:
         self._config = config
         self._key = re.sub(r"[^a-z0-9-]+", "-", config.run_name.lower()).strip("-")
         self._progress = self._try(
-            lambda: create_progress_artifact(
-                progress=self._percent(step), key=f"{self._key}-progress", description=f"{config.steps} steps"
+            lambda: cast(
+                UUID,  # a coroutine only where the caller is one
+                create_progress_artifact(self._percent(step), f"{self._key}-progress", f"{config.steps} steps"),
             )
         )
 

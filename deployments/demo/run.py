@@ -10,11 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-from relax_pipeline.metrics.report import sparkline
 from rich.console import Console
 from rich.rule import Rule
 
 from relax_pipeline.metrics.log import StepLog, series
+from relax_pipeline.metrics.text import seconds_text, sparkline
 
 HERE = Path(__file__).parent
 RUNS = Path("runs").resolve()
@@ -40,7 +40,7 @@ def main() -> int:
         return status
     show_learning(run, killed_at=killed)
     show_model(Path(json.loads((run / "PUBLISHED.json").read_text())["uri"].removeprefix("file://")))
-    console.print(f"\nDone in {time.monotonic() - started:.0f} s. Curves and completions: {run / 'report.html'}")
+    console.print(f"\nDone in {seconds_text(time.monotonic() - started)}. Curves, completions: {run / 'report.html'}")
     return 0
 
 

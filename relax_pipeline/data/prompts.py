@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -83,6 +82,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def _read_saved_dataset(path: Path) -> Iterator[tuple[str, object]]:
+    import datasets  # noqa: PLC0415 - seconds of start-up that only this format needs
+
     try:
         dataset = datasets.load_from_disk(str(path))
     except FileNotFoundError as error:
