@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from relax_pipeline.errors import AdapterError
 from relax_pipeline.lora.names import adapted_modules, lora_key
@@ -84,18 +84,3 @@ def write_adapter(adapter: Adapter, folder: Path, *, base_model: str, metadata: 
     (folder / CONFIG_FILE).write_text(json.dumps(peft_config(adapter.spec, base_model), indent=2) + "\n")
     meta = {"policy_version": adapter.info.version, "digest": adapter.info.digest, **metadata}
     (folder / "relax_lora_meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-
-
-def read_adapter(folder: Path, *, version: int) -> Adapter:
-    """Read an adapter written by `write_adapter`.
-
-    Raises:
-        AdapterError: Files are missing or do not agree with each other.
-    """
-    try:
-        config = json.loads((folder / CONFIG_FILE).read_text())
-        tensors = load_file(str(folder / WEIGHTS_FILE))
-    except FileNotFoundError as error:
-        raise AdapterError(f"{folder} is no adapter folder: {Path(error.filename or '').name} is missing") from error
-    spec = AdapterSpec(config["r"], config["lora_alpha"], tuple(sorted(config["target_modules"])))
-    return make_adapter(tensors, spec=spec, version=version)
