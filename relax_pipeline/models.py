@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -38,23 +39,29 @@ def load_model(config: ModelConfig, *, device: torch.device, dtype: torch.dtype 
         dtype: Instead of the config's.
 
     Raises:
-        ModelError: The folder is missing or is no checkpoint transformers can load.
+        ModelError: The folder is missing, lacks weights, or is no checkpoint transformers can load.
     """
     folder = Path(config.path)
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"model.path {config.path!r} is no Hugging Face checkpoint: {folder / 'config.json'} does not exist"
         )
+    model: PreTrainedModel
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype or getattr(torch, config.dtype),
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
             attn_implementation="sdpa",
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model.path {config.path!r} cannot be loaded: {error}") from error
+    if missing := sorted(found["missing_keys"]):  # transformers makes them up at random
+        raise ModelError(
+            f"model.path {config.path!r} lacks {len(missing)} weights, e.g. {missing[:3]}; download it again"
+        )
     return model.to(device).eval().requires_grad_(False)
 
 

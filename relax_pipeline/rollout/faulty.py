@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Literal
-
-import numpy as np
-from numpy.typing import NDArray
 
 from relax_pipeline.rollout.hf import HfEngine
 from relax_pipeline.types import Ack, Completion, GenerateRequest
@@ -47,10 +45,9 @@ class FaultyEngine(HfEngine):
             time.sleep(3600)
         return super().generate(requests, version=version)
 
-    def logprobs(self, sequences: Sequence[Sequence[int]], *, version: int | None) -> list[NDArray[np.float32]]:
-        """See `Engine.logprobs`."""
+    def _serving(self, version: int | None) -> AbstractContextManager[None]:
         if self._fault == "drop_adapter":
-            return super().logprobs(sequences, version=None)
+            version = None
         if self._fault == "serve_stale" and self._previous is not None:
-            return super().logprobs(sequences, version=self._previous)
-        return super().logprobs(sequences, version=version)
+            version = self._previous
+        return super()._serving(version)

@@ -14,7 +14,7 @@ from relax_pipeline.lora.adapter import make_adapter, tensor_digest, tensors_dig
 from relax_pipeline.lora.fold import fold
 from relax_pipeline.lora.names import lora_key
 from relax_pipeline.lora.scope import resolve_targets
-from relax_pipeline.models import adapter_parameters, base_state, inject_adapter, load_model
+from relax_pipeline.models import adapter_linears, adapter_parameters, base_state, inject_adapter, load_model
 from relax_pipeline.seeds import derive_seed
 from relax_pipeline.trainer.base import Bucket
 from relax_pipeline.types import Adapter, AdapterSpec
@@ -55,6 +55,8 @@ class Policy:
             self.spec = AdapterSpec(lora.rank, lora.alpha, leaves, lora.dropout)
             torch.manual_seed(derive_seed(config.seed, "adapter"))
             inject_adapter(self.model, name=_ADAPTER, spec=self.spec, modules=self.modules)
+            for linear in adapter_linears(self.model, _ADAPTER).values():
+                linear.float()  # peft gives it the dtype of the base
         else:
             self.model.requires_grad_(True)
         if gradient_checkpointing:
