@@ -38,7 +38,7 @@ def collect_payload(folder: Path, card: Mapping[str, str]) -> list[PayloadFile]:
     """
     check_model_folder(folder)
     paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    if MANIFEST in paths:
+    if MANIFEST in {*paths, *card}:
         raise PublishError(f"{folder / MANIFEST}: this name is the published manifest's; rename or remove the file")
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         kept = [name for name in paths if name not in card]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,15 +22,11 @@ from relax_pipeline.publish.manifest import (
     write_record,
 )
 from relax_pipeline.publish.payload import PayloadFile, collect_payload
+from relax_pipeline.publish.sending import Progress, send_payload
 from relax_pipeline.storage.base import ObjectStore
 from relax_pipeline.storage.stores import open_store
 
-Progress = Callable[[int, int], None]
-"""Told bytes at the destination so far, and bytes in all."""
-
 Outcome = Literal["published", "already_published", "published_by_other"]
-
-_UPLOADS_PER_FILE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +101,7 @@ def publish_to(
     outcome: Outcome = "already_published"
     bytes_sent = 0
     if there is None:
-        bytes_sent = _upload(store, payload, mine, progress)
+        bytes_sent = send_payload(store, mine.prefix, payload, progress)
         there = _commit(store, mine)
         outcome = "published" if there.attempt == mine.attempt else "published_by_other"
     if there.files != mine.files:
@@ -133,43 +129,6 @@ def _manifest(payload: list[PayloadFile], run_name: str, step: int) -> Manifest:
         created=datetime.now(UTC).isoformat(timespec="microseconds"),
         attempt=uuid.uuid4().hex,
         files=files,
-    )
-
-
-def _upload(store: ObjectStore, payload: list[PayloadFile], manifest: Manifest, progress: Progress | None) -> int:
-    """Bring every file to the store and read it back; return the bytes sent."""
-    done = sent = 0
-
-    def arrived(num_bytes: int) -> None:
-        nonlocal done
-        done = min(done + num_bytes, manifest.num_bytes)
-        if progress:
-            progress(done, manifest.num_bytes)
-
-    for file in payload:
-        sent += _ensure(store, f"{manifest.prefix}/{file.entry.name}", file, arrived)
-    return sent
-
-
-def _ensure(store: ObjectStore, key: str, file: PayloadFile, arrived: Callable[[int], None]) -> int:
-    """Send one file unless the store has it, and prove by reading it back that it has; return the bytes sent."""
-    size, sha256 = file.entry.size, file.entry.sha256
-    there = store.head(key)
-    if there and there.size == size and there.sha256 in (None, sha256) and store.sha256(key) == sha256:
-        arrived(size)
-        return 0
-    for sends in range(1, _UPLOADS_PER_FILE + 1):
-        if isinstance(file.content, bytes):
-            store.put_bytes(key, file.content)
-            arrived(size)
-        else:
-            store.put_file(key, file.content, sha256=sha256, sent=arrived)
-        found = store.sha256(key)
-        if found == sha256:
-            return sends * size
-    raise PublishError(
-        f"{store.uri}/{key} reads back as sha256 {found} where {sha256} was sent, {_UPLOADS_PER_FILE} times: "
-        "the file changes while it is published, or the store or the way to it corrupts data"
     )
 
 

@@ -25,8 +25,8 @@ _CONDITION_FAILED = frozenset({"412", "PreconditionFailed", "NoSuchKey"})
 class S3Store:
     """Objects below s3://bucket/prefix; see ObjectStore for the contract.
 
-    Files larger than a part go up, and all objects come back, in parts on `threads` threads; at most `threads` parts
-    are in memory.
+    Files larger than a part go up, and all objects come back, in parts: up to `threads` each way at a time, so that at
+    most twice as many parts are in memory.
     """
 
     def __init__(
@@ -42,7 +42,9 @@ class S3Store:
         self._bucket = Bucket(bucket, prefix, connect=lambda: _connect(endpoint_url, threads), deadline_s=deadline_s)
         self._part_size = part_size
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="s3")
+        # Apart, so that what is read back need not wait until all that is queued for upload has gone.
+        self._up = ThreadPoolExecutor(threads, thread_name_prefix="s3-up")
+        self._down = ThreadPoolExecutor(threads, thread_name_prefix="s3-down")
 
     @property
     def uri(self) -> str:
@@ -59,7 +61,7 @@ class S3Store:
             )
             sent(size)
         elif not put_parts(
-            self._bucket, key, path, about=_about(key, sha256), part_size=self._part_size, pool=self._pool, sent=sent
+            self._bucket, key, path, about=_about(key, sha256), part_size=self._part_size, pool=self._up, sent=sent
         ):
             # The object is there if the answer to completing it was lost, or another publisher of the same was faster.
             there = self.head(key)
@@ -94,7 +96,7 @@ class S3Store:
         ranges = list(byte_ranges(info.size, self._part_size))
         digest = hashlib.sha256()
         for first in range(0, len(ranges), self._threads):
-            for data in self._pool.map(lambda part: self._get_range(key, *part), ranges[first : first + self._threads]):
+            for data in self._down.map(lambda part: self._get_range(key, *part), ranges[first : first + self._threads]):
                 digest.update(data)
         return digest.hexdigest()
 
@@ -120,15 +122,18 @@ class S3Store:
 def _connect(endpoint_url: str | None, threads: int) -> Any:
     """Return a client with the standard chain's credentials and region, as they are now."""
     session = boto3.session.Session()
+    # Many stores beside AWS reject the checksum trailers boto3 adds by default, and names in the host part.
+    compatible: dict[str, Any] = {
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "s3": {"addressing_style": "path"},
+    }
     config = Config(
-        # Retrying is ours, with a deadline. Checksum trailers break many stores; publishing compares its own SHA-256.
-        retries={"total_max_attempts": 1},
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-        s3={"addressing_style": "path"} if endpoint_url else None,
-        max_pool_connections=threads + 1,
+        retries={"total_max_attempts": 1},  # ours has a deadline instead
+        max_pool_connections=2 * threads + 2,
         connect_timeout=10,
         read_timeout=60,
+        **(compatible if endpoint_url else {}),
     )
     region = session.region_name or "us-east-1"
     return session.client("s3", endpoint_url=endpoint_url, region_name=region, config=config)
