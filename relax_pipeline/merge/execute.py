@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -52,10 +52,13 @@ def write_shards(plan: MergePlan, folder: Path, records: Path, *, progress: Prog
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         futures = [pool.submit(_write_or_keep, shard, plan, folder, records, count) for shard in plan.shards]
         try:
-            return [future.result() for future in futures]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for failed in filter(Future.exception, done):
+                failed.result()
         finally:
             count.stopped = True
             pool.shutdown(cancel_futures=True)
+        return [future.result() for future in futures]
 
 
 class _Counter:
@@ -67,7 +70,7 @@ class _Counter:
     def add(self, num_bytes: int) -> None:
         with self.lock:
             if self.stopped:
-                raise InterruptedError("another shard of this merge failed")
+                raise InterruptedError("another shard of this merge failed, or the merge was interrupted")
             self.done += num_bytes
             if self.progress:
                 self.progress(self.done, self.total)

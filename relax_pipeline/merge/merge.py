@@ -9,6 +9,7 @@ from relax_pipeline.errors import MergeError
 from relax_pipeline.lora.adapter import tensors_digest
 from relax_pipeline.merge.execute import Progress, write_shards
 from relax_pipeline.merge.files import copy_other_files, unmerged_weight_files
+from relax_pipeline.merge.logits import compare_logits
 from relax_pipeline.merge.plan import plan_merge
 from relax_pipeline.merge.report import (
     MergeReport,
@@ -31,6 +32,7 @@ def merge_adapter(
     *,
     allow_other_base: bool = False,
     keep_quantization: bool = False,
+    check_logits: bool = False,
     progress: Progress | None = None,
 ) -> MergeReport:
     """Merge an adapter into its base and write a standalone Hugging Face checkpoint with a MERGE.json.
@@ -45,6 +47,8 @@ def merge_adapter(
         output: Folder to create; it may exist if it is empty.
         allow_other_base: Merge although the adapter records another base; the report says so.
         keep_quantization: Quantise changed weights again; otherwise a quantised base becomes bfloat16.
+        check_logits: Also run the merged model and base + adapter on the same tokens; needs the memory of one of them
+            in float32.
         progress: Called with (bytes written, bytes in all).
 
     Raises:
@@ -71,6 +75,7 @@ def merge_adapter(
         unchanged = unchanged_tensors(plan, records)
         files_copied = copy_other_files(plan.base, workspace.folder, plan.rewritten)
         rows = verify_merge(plan, workspace.folder)
+        logits = compare_logits(base, plan.adapter.folder, workspace.folder) if check_logits else None
         earlier = read_report(base)
         report = MergeReport(
             base=base.resolve().name,
@@ -83,6 +88,7 @@ def merge_adapter(
             counts=merge_counts(plan, verified_rows=rows, files_copied=files_copied),
             not_moved=not_moved_by_kind(records),
             unchanged=unchanged,
+            logits=logits,
             unmerged_weight_files=unmerged_weight_files(plan.base),
             files={record.file: {"bytes": record.num_bytes, "sha256": record.sha256} for record in records},
             versions=software_versions(),

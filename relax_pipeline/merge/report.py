@@ -35,6 +35,8 @@ class MergeReport:
     """Module kind to the share of targeted entries that rounding left as they were."""
     unchanged: tuple[str, ...]
     """Targeted tensors whose delta is all zero."""
+    logits: Mapping[str, float] | None
+    """Mean absolute logprob differences in nats; None where they were not asked for."""
     unmerged_weight_files: tuple[str, ...]
     """Weight files that were copied without the adapter."""
     files: Mapping[str, Mapping[str, Any]]
