@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +12,7 @@ import torch
 from relax_pipeline.errors import AdapterError
 from relax_pipeline.lora.adapter import CONFIG_FILE, WEIGHTS_FILE
 from relax_pipeline.merge.adapter_config import AdapterConfig, read_adapter_config
+from relax_pipeline.merge.base import read_json
 from relax_pipeline.safetensors_io.header import TensorInfo, read_header
 from relax_pipeline.safetensors_io.read import read_tensor
 
@@ -77,5 +77,5 @@ def open_adapter(path: Path) -> AdapterFiles:
 def _recorded_digest(file: Path) -> str | None:
     if not file.is_file():
         return None
-    digest: str | None = json.loads(file.read_text()).get("base_digest")
+    digest: str | None = read_json(file, AdapterError).get("base_digest")
     return digest

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from relax_pipeline.errors import AdapterError
+from relax_pipeline.merge.base import read_json
 
 MERGED = {
     "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "peft_version",
@@ -55,7 +54,7 @@ def read_adapter_config(file: Path) -> AdapterConfig:
     Raises:
         AdapterError: No LoRA, a missing value, or a setting whose effect on the weights is not known here.
     """
-    raw: dict[str, Any] = json.loads(file.read_text())
+    raw = read_json(file, AdapterError)
     if raw.get("peft_type") != "LORA":
         raise AdapterError(f"{file}: peft_type is {raw.get('peft_type')!r}, only LORA adapters can be merged")
     for name in ("r", "lora_alpha"):

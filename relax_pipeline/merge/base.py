@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_pipeline.errors import ModelError
+from relax_pipeline.errors import ModelError, RelaxError
 from relax_pipeline.safetensors_io.header import Header, TensorInfo, read_header
 
 CONFIG_FILE = "config.json"
@@ -43,8 +43,8 @@ def read_base(folder: Path) -> Base:
     """
     if not (folder / CONFIG_FILE).is_file():
         raise ModelError(f"{folder} has no {CONFIG_FILE}, so it is no Hugging Face checkpoint; check --base")
-    config = json.loads((folder / CONFIG_FILE).read_text())
-    index = json.loads((folder / INDEX_FILE).read_text()) if (folder / INDEX_FILE).is_file() else None
+    config = read_json(folder / CONFIG_FILE, ModelError)
+    index = read_json(folder / INDEX_FILE, ModelError) if (folder / INDEX_FILE).is_file() else None
     files = sorted(set(index["weight_map"].values())) if index else [_single_file(folder)]
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
@@ -59,6 +59,21 @@ def read_base(folder: Path) -> Base:
     if index:
         _check_index(index["weight_map"], tensors)
     return Base(folder, config, headers, index, tensors)
+
+
+def read_json(file: Path, kind: type[RelaxError]) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        kind: The file holds something else.
+    """
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise kind(f"{file} is no JSON: {error}; copy it again") from error
+    if not isinstance(content, dict):
+        raise kind(f"{file} holds a JSON {type(content).__name__}, expected an object")
+    return content
 
 
 def _single_file(folder: Path) -> str:

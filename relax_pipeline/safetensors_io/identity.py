@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
 from relax_pipeline.errors import ModelError
+
+MAX_WORKERS = 4
 
 
 def model_digest(folder: Path) -> str:
@@ -24,11 +28,15 @@ def model_digest(folder: Path) -> str:
         raise ModelError(f"{folder} has no config.json, so it is no Hugging Face checkpoint; check model.path")
     if len(files) == 1:
         raise ModelError(f"{folder} has no *.safetensors weights; convert the checkpoint to safetensors first")
-    digest = hashlib.sha256()
-    for file in files:
-        stat = file.stat()
-        digest.update(f"{file.name}|{_file_digest(str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns)}|".encode())
-    return digest.hexdigest()
+    with ThreadPoolExecutor(min(MAX_WORKERS, os.cpu_count() or 1)) as pool:  # hashlib lets other threads run
+        digests = list(pool.map(_cached_digest, files))
+    lines = (f"{file.name}|{digest}|" for file, digest in zip(files, digests, strict=True))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _cached_digest(file: Path) -> str:
+    stat = file.stat()
+    return _file_digest(str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=4096)

@@ -269,6 +269,17 @@ def test_missing_files(tmp_path: Path, remove: str, kind: type[RelaxError], mess
         merge_adapter(base, adapter, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("file", "kind"), [("base/config.json", ModelError), ("adapter/adapter_config.json", AdapterError)]
+)
+@pytest.mark.parametrize(("content", "message"), [("{", "is no JSON"), ("[]", "holds a JSON list")])
+def test_damaged_json(tmp_path: Path, file: str, kind: type[RelaxError], content: str, message: str) -> None:
+    base, adapter = write_base(tmp_path / "base", BASE), write_lora(tmp_path / "adapter", pair(Q, A, B))
+    (tmp_path / file).write_text(content)
+    with pytest.raises(kind, match=message):
+        merge_adapter(base, adapter, tmp_path / "out")
+
+
 def test_a_pickled_adapter_is_refused_with_the_way_out(tmp_path: Path) -> None:
     base, adapter = write_base(tmp_path / "base", BASE), write_lora(tmp_path / "adapter", pair(Q, A, B))
     (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
