@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_model import write_tiny_model
 
 # --- A random model of a few thousand parameters with a character tokenizer. ---
 
@@ -16,7 +15,24 @@ from tiny_model import write_tiny_model
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a two-layer Qwen3 with non-square projections and random weights, norms included."""
+    from tiny_model import write_tiny_model
+
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), seed=0)
+
+
+# --- A real Ray, for one test file at a time. ---
+
+
+@pytest.fixture(scope="module")
+def ray_local() -> Iterator[None]:
+    """A Ray of this process's own, whose processes can import what lies beside this file."""
+    from relax_pipeline.config import ClusterConfig
+    from relax_pipeline.remote.cluster import ray_cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        with ray_cluster(ClusterConfig(num_cpus=2, num_gpus=0), namespace="tests"):
+            yield
 
 
 # --- A real S3 API over HTTP: moto's server in a thread of the test process. ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ class RemoteEngine:
     ) -> None:
         self._host = Host(build, name=name, error=EngineError, num_threads=num_threads, num_gpus=num_gpus)
         self._control_timeout, self._generate_timeout = control_timeout, generate_timeout
+        # The engine does one thing at a time: a deadline counts from when it is free.
+        self._turn = threading.Lock()
 
     def info(self) -> EngineInfo:
         """See `Engine.info`."""
@@ -54,9 +57,10 @@ class RemoteEngine:
 
     def generate(self, requests: Sequence[GenerateRequest], *, version: int) -> list[Completion]:
         """See `Engine.generate`."""
-        completions: list[Completion] = self._host.call(
-            "generate", requests, version=version, timeout=self._generate_timeout
-        )
+        with self._turn:
+            completions: list[Completion] = self._host.call(
+                "generate", requests, version=version, timeout=self._generate_timeout
+            )
         return completions
 
     def logprobs(self, sequences: Sequence[Sequence[int]], *, version: int | None) -> list[NDArray[np.float32]]:
@@ -85,4 +89,5 @@ class RemoteEngine:
         return self._control(method, *args)
 
     def _control(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._host.call(method, *args, timeout=self._control_timeout, **kwargs)
+        with self._turn:
+            return self._host.call(method, *args, timeout=self._control_timeout, **kwargs)

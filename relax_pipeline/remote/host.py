@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from relax_pipeline.errors import RelaxError
 
@@ -20,20 +20,30 @@ class _Host:
             import torch  # noqa: PLC0415 - takes seconds, and only a process that computes needs it
 
             torch.set_num_threads(num_threads)
-        self._target = build()
+        self._failure: Exception | None = None
+        try:
+            self._target = build()
+        except Exception as error:  # noqa: BLE001 - raised by every call; Ray would only say that the actor died
+            self._failure = error
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._target, method)(*args, **kwargs)
+        return getattr(self._built(), method)(*args, **kwargs)
 
     def split(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Call, and return the small part and the heavy `content` as two objects, so that the latter stays here."""
-        result = getattr(self._target, method)(*args, **kwargs)
+        result = getattr(self._built(), method)(*args, **kwargs)
         content = result.content
         object.__setattr__(result, "content", None)
         return result, content
 
     def pid(self) -> int:
+        self._built()
         return os.getpid()
+
+    def _built(self) -> Any:
+        if self._failure is not None:
+            raise self._failure
+        return self._target
 
 
 class Host:
@@ -86,8 +96,8 @@ class Host:
             if isinstance(error.cause, RelaxError):
                 raise error.cause from None
             raise self._error(f"{self._name} failed: {error}") from error
-        except RayActorError as error:
-            raise self._error(f"{self._name} died: {_first_line(error)}") from error
+        except RayError as error:
+            raise self._error(f"{self._name} died: {_reason(error)}") from error
 
     def call(self, method: str, *args: Any, timeout: float, **kwargs: Any) -> Any:
         """Call and wait; raises as `result`."""
@@ -114,6 +124,7 @@ def wait_any(references: Sequence[Any], *, timeout: float) -> list[Any]:
     return list(done)
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def _reason(error: Exception) -> str:
+    """Return the line of Ray's account that says why: the first, or the last where it is a traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1] if "creation task" in lines[0] else lines[0]

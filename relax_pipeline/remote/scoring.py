@@ -2,71 +2,102 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from relax_pipeline.config import RewardsConfig
 from relax_pipeline.errors import RewardError
 from relax_pipeline.remote.host import Host, wait_any
-from relax_pipeline.rewards.base import BatchScorer
 from relax_pipeline.rewards.build import build_scorer
 from relax_pipeline.rewards.limits import score_batch
+from relax_pipeline.rewards.remote import RemoteScorer
 from relax_pipeline.types import Score, ScoreRequest
 
 _GRACE_SECONDS = 5.0
 """Beyond the time limit inside the worker, which cannot interrupt code that never returns to Python."""
-
 
 _TIMED_OUT = Score(0.0, timed_out=True)
 
 
 class _Worker:
     def __init__(self, config: RewardsConfig) -> None:
-        self._scorer, self._limit = build_scorer(config), config.time_limit_seconds
+        self._parts, self._limit = build_scorer(config).parts, config.time_limit_seconds
 
-    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        return score_batch(self._scorer, requests, time_limit_seconds=self._limit)
+    def score(self, part: int, requests: Sequence[ScoreRequest]) -> list[Score]:
+        return score_batch(self._parts[part].scorer, requests, time_limit_seconds=self._limit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One call to a worker."""
+
+    part: int
+    indices: range
+    seconds: float
+    """Deadline; a worker that misses it is killed."""
 
 
 class ScoringWorkers:
-    """Scores on `config.workers` processes, one completion a call unless a scorer wants them in batches."""
+    """Scores on `config.workers` processes: a call a completion, or a call a worker to an HTTP scorer."""
 
     def __init__(self, config: RewardsConfig, *, startup_timeout: float) -> None:
         self._config, self._startup_timeout = config, startup_timeout
-        scorer = build_scorer(config)  # a wrong setting fails here, before any process starts
-        self._batched = any(isinstance(part.scorer, BatchScorer) for part in scorer.parts)
+        self._scorer = build_scorer(config)  # a wrong setting fails here, before any process starts
         self._hosts = [self._start() for _ in range(config.workers)]
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Return one score a request, in order; one that exceeds the time limit is 0 and marked.
 
         Raises:
-            RewardError: A scorer failed.
+            RewardError: A scorer failed, or an HTTP scorer gave no answer.
         """
         for host in self._hosts:
             host.pid(timeout=self._startup_timeout)
-        size = -(-len(requests) // len(self._hosts)) if self._batched else 1
-        waiting = [range(start, min(start + size, len(requests))) for start in range(0, len(requests), size)][::-1]
-        deadline = self._config.time_limit_seconds * size + _GRACE_SECONDS
-        scores: dict[int, Score] = {}
-        idle, running = list(self._hosts), dict[Any, tuple[Host, range]]()
-        while len(scores) < len(requests):
+        columns: list[dict[int, Score]] = [{} for _ in self._scorer.parts]
+        waiting, idle = self._jobs(len(requests))[::-1], list(self._hosts)
+        running: dict[Any, tuple[Host, _Job, float]] = {}
+        while waiting or running:
             while idle and waiting:
-                host, indices = idle.pop(), waiting.pop()
-                running[host.submit("score", [requests[index] for index in indices])] = (host, indices)
-            done = wait_any(list(running), timeout=deadline)
-            for reference in done or list(running):  # none done: each has run for the whole deadline
-                host, indices = running.pop(reference)
-                answers = host.result(reference, timeout=_GRACE_SECONDS) if done else [_TIMED_OUT] * len(indices)
-                scores.update(zip(indices, answers, strict=True))
+                host, job = idle.pop(), waiting.pop()
+                call = host.submit("score", job.part, [requests[index] for index in job.indices])
+                running[call] = host, job, time.monotonic() + job.seconds
+            first_deadline = min(deadline for _, _, deadline in running.values())
+            done = wait_any(list(running), timeout=max(0.0, first_deadline - time.monotonic()))
+            late = [call for call, (_, _, deadline) in running.items() if deadline <= time.monotonic()]
+            for call in done or late:
+                host, job, _ = running.pop(call)
+                answers = host.result(call, timeout=_GRACE_SECONDS) if done else self._give_up(job)
+                columns[job.part].update(zip(job.indices, answers, strict=True))
                 idle.append(host if done else self._replace(host))
-        return [scores[index] for index in range(len(requests))]
+        return [self._scorer.combine([column[index] for column in columns]) for index in range(len(requests))]
 
     def close(self) -> None:
         """End the workers."""
         for host in self._hosts:
             host.kill()
+
+    def _jobs(self, count: int) -> list[_Job]:
+        """Split the work so that a completion that hangs holds up itself only."""
+        jobs = []
+        for number, part in enumerate(self._scorer.parts):
+            size, seconds = 1, self._config.time_limit_seconds + _GRACE_SECONDS
+            if isinstance(part.scorer, RemoteScorer):
+                size = max(1, -(-count // len(self._hosts)))
+                seconds = self._startup_timeout + _worst_case_seconds(part.scorer)
+            jobs += [_Job(number, range(start, min(start + size, count)), seconds) for start in range(0, count, size)]
+        return jobs
+
+    def _give_up(self, job: _Job) -> list[Score]:
+        """Say what a job that missed its deadline is worth. A service that hangs is no verdict on the completions."""
+        scorer = self._scorer.parts[job.part].scorer
+        if isinstance(scorer, RemoteScorer):
+            raise RewardError(
+                f"{scorer.url} gave no answer for {len(job.indices)} samples within {job.seconds:g} s; is it up?"
+            )
+        return [_TIMED_OUT] * len(job.indices)
 
     def _replace(self, host: Host) -> Host:
         host.kill()
@@ -77,3 +108,8 @@ class ScoringWorkers:
 
     def _start(self) -> Host:
         return Host(partial(_Worker, self._config), name="reward worker", error=RewardError)
+
+
+def _worst_case_seconds(scorer: RemoteScorer) -> float:
+    """Return how long a scorer may try before it fails by itself: all attempts, and the pauses between them."""
+    return scorer.attempts * scorer.timeout_seconds + scorer.backoff_seconds * (2.0 ** (scorer.attempts - 1) - 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_pipeline.errors import TrainerError
-from relax_pipeline.remote.host import Host, put
+from relax_pipeline.errors import RelaxError, TrainerError
+from relax_pipeline.remote.host import Host, put, wait_any
 from relax_pipeline.trainer.base import Bucket, Payload, Trainer, TrainerInfo
 from relax_pipeline.types import TrainingSample
+
+_GRACE_SECONDS = 5.0
+"""For the other ranks to report, once one has failed."""
 
 
 class RemoteTrainer:
     """Implements `Trainer` over one host a rank. Every call goes to all ranks; rank 0 answers."""
 
     def __init__(
-        self, builds: Sequence[Callable[[], Trainer]], *, num_threads: int, num_gpus: float, timeout: float
+        self, builds: Sequence[Callable[[], Trainer]], *, num_threads: int | None, num_gpus: float, timeout: float
     ) -> None:
         """Start all ranks; `builds` makes them, in rank order."""
         self._timeout = timeout
@@ -110,23 +114,37 @@ class RemoteTrainer:
         return replace(small, content=pairs[0][1])
 
     def _gather(self, references: Sequence[Any]) -> Any:
-        """Wait for all ranks; when one fails the others may wait for it in a collective, so all are ended.
-
-        A rank that fails is often seen through another that loses its connection: the failure that is not about
-        a lost peer comes first in rank order only by luck, so all are collected before one is raised.
-        """
-        answers: list[Any] = []
-        failures: list[Exception] = []
-        timeout = self._timeout
-        for host, reference in zip(self._hosts, references, strict=True):
+        """Wait for all ranks. When one fails the others may wait for it in a collective, so all are ended."""
+        ranks = {reference: rank for rank, reference in enumerate(references)}
+        answers: dict[int, Any] = {}
+        failures: dict[int, RelaxError] = {}
+        deadline = time.monotonic() + self._timeout
+        while ranks:
+            done = wait_any(list(ranks), timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                break
+            rank = ranks.pop(done[0])
             try:
-                answers.append(host.result(reference, timeout=timeout))
-            except Exception as error:  # noqa: BLE001 - raised below, with those of the other ranks
-                failures.append(error)
-                timeout = 5.0
-        if not failures:
+                answers[rank] = self._hosts[rank].result(done[0], timeout=self._timeout)
+            except RelaxError as error:
+                failures[rank] = error
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if len(answers) == len(self._hosts):
             return answers[0]
-        if len(self._hosts) > 1:
+        if len(self._hosts) > 1 or not failures:
             self.close()
-        cause = min(failures, key=lambda error: "Connection" in str(error) or "no answer" in str(error))
-        raise cause
+        raise self._cause(failures, silent=sorted(ranks.values()))
+
+    def _cause(self, failures: Mapping[int, RelaxError], *, silent: Sequence[int]) -> RelaxError:
+        """Return the failure to report. One about a lost peer is a consequence, however early it came."""
+        if not failures:
+            names = ", ".join(map(str, silent))
+            return TrainerError(
+                f"trainer rank {names} gave no answer within {self._timeout:g} s; all ranks were killed"
+            )
+        rank, error = min(failures.items(), key=lambda item: "Connection" in str(item[1]))
+        if len(self._hosts) == 1 or f"rank {rank}" in str(error):
+            return error
+        named = type(error)(f"trainer rank {rank}: {error}")
+        named.__cause__ = error
+        return named
