@@ -10,6 +10,8 @@ from relax_pipeline.merge.deltas import Factors
 
 CHUNK_ELEMENTS = 1 << 18
 """1 MiB of float32: three such buffers stay in the cache of one core."""
+READ_CHUNKS = 16
+"""Chunks read at once."""
 
 ReadRows = Callable[[int, int], torch.Tensor]
 
@@ -29,13 +31,15 @@ def fold_chunks(
     num_rows, num_columns = shape
     step = max(1, CHUNK_ELEMENTS // max(1, num_columns))
     buffer = torch.empty(min(step, num_rows), num_columns)
-    for start in range(0, num_rows, step):
-        stop = min(start + step, num_rows)
-        old = read_rows(start, stop)
-        new = buffer[: stop - start].copy_(old)
-        for factor in factors:
-            add_delta(new, start, factor, num_rows)
-        yield old, new
+    for first in range(0, num_rows, step * READ_CHUNKS):
+        start = first
+        rows = read_rows(first, min(first + step * READ_CHUNKS, num_rows))
+        for old in torch.split(rows, step):
+            new = buffer[: len(old)].copy_(old)
+            for factor in factors:
+                add_delta(new, start, factor, num_rows)
+            start += len(old)
+            yield old, new
 
 
 def add_delta(rows: torch.Tensor, first_row: int, factors: Factors, num_rows: int) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -15,12 +15,12 @@ import torch
 
 from relax_pipeline.merge.outputs import Moved, produce
 from relax_pipeline.merge.plan import MergePlan
+from relax_pipeline.merge.pool import shard_pool
 from relax_pipeline.merge.shards import Shard
 from relax_pipeline.storage.files import sha256_file, write_atomic
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), from any thread, one call at a time."""
-MAX_WORKERS = 4
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ def write_shards(plan: MergePlan, folder: Path, records: Path, *, progress: Prog
         ModelError: A file changed while it was read.
     """
     count = _Counter(plan.num_bytes, progress)
-    workers = min(MAX_WORKERS, os.cpu_count() or 1, len(plan.shards))
-    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with shard_pool(len(plan.shards)) as pool:
         futures = [pool.submit(_write_or_keep, shard, plan, folder, records, count) for shard in plan.shards]
         try:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)

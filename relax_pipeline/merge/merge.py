@@ -9,8 +9,7 @@ from relax_pipeline.errors import MergeError
 from relax_pipeline.lora.adapter import tensors_digest
 from relax_pipeline.merge.execute import Progress, write_shards
 from relax_pipeline.merge.files import copy_other_files, unmerged_weight_files
-from relax_pipeline.merge.logits import compare_logits
-from relax_pipeline.merge.plan import plan_merge
+from relax_pipeline.merge.plan import MergePlan, plan_merge
 from relax_pipeline.merge.report import (
     MergeReport,
     merge_counts,
@@ -21,7 +20,7 @@ from relax_pipeline.merge.report import (
 )
 from relax_pipeline.merge.validate import check_adapter_values, check_base, unchanged_tensors
 from relax_pipeline.merge.verify import verify_merge
-from relax_pipeline.merge.workspace import check_disk_space, open_workspace
+from relax_pipeline.merge.workspace import Workspace, check_disk_space, open_workspace
 from relax_pipeline.safetensors_io.identity import model_digest
 
 
@@ -75,7 +74,7 @@ def merge_adapter(
         unchanged = unchanged_tensors(plan, records)
         files_copied = copy_other_files(plan.base, workspace.folder, plan.rewritten)
         rows = verify_merge(plan, workspace.folder)
-        logits = compare_logits(base, plan.adapter.folder, workspace.folder) if check_logits else None
+        logits = _compare_logits(plan, workspace) if check_logits else None
         earlier = read_report(base)
         report = MergeReport(
             base=base.resolve().name,
@@ -104,3 +103,9 @@ def _check_output(output: Path, base: Path) -> None:
         raise MergeError(f"{output} exists and is not empty; choose another --output or remove it")
     if output.resolve().is_relative_to(base.resolve()):
         raise MergeError(f"{output} lies inside the base {base}; choose an --output beside it")
+
+
+def _compare_logits(plan: MergePlan, workspace: Workspace) -> dict[str, float]:
+    from relax_pipeline.merge.logits import compare_logits  # noqa: PLC0415 - loads transformers and peft
+
+    return compare_logits(plan.base.folder, plan.adapter.folder, workspace.folder)

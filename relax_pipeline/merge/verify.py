@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from relax_pipeline.errors import MergeError
-from relax_pipeline.merge.deltas import load_factors
+from relax_pipeline.merge.deltas import Factors, load_factors
 from relax_pipeline.merge.outputs import Output
 from relax_pipeline.merge.plan import MergePlan
+from relax_pipeline.merge.pool import shard_pool
 from relax_pipeline.merge.quantization.values import rounding_step, row_reader
+from relax_pipeline.merge.shards import Shard
 from relax_pipeline.merge.weights import Weight
 from relax_pipeline.safetensors_io.header import TensorInfo, read_header
 from relax_pipeline.safetensors_io.read import read_bytes, read_tensor
@@ -40,18 +42,25 @@ def verify_merge(plan: MergePlan, folder: Path) -> int:
     """
     headers = {shard.file: read_header(folder / shard.file) for shard in plan.shards}
     written = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
-    rows = 0
-    for shard in plan.shards:
+
+    def verify_shard(shard: Shard) -> int:
         if [tensor.name for tensor in headers[shard.file].tensors] != [output.info.name for output in shard.outputs]:
             raise MergeError(f"{folder / shard.file} does not hold the tensors that were planned for it")
-        for output in shard.outputs:
-            if output.part in ("values", "codes"):
-                rows += _verify_weight(output, written, plan.adapter.tensors)
-            elif output.part == "replacement":
-                _verify_replacement(output, written[output.info.name], plan.adapter.tensors)
-            elif output.part == "copy":
-                _verify_copy(output, written[output.info.name])
-    return rows
+        return sum(_verify_output(output, written, plan.adapter.tensors) for output in shard.outputs)
+
+    with shard_pool(len(plan.shards)) as pool:
+        return sum(pool.map(verify_shard, plan.shards))
+
+
+def _verify_output(output: Output, written: Mapping[str, TensorInfo], adapter: Mapping[str, torch.Tensor]) -> int:
+    """Check one tensor; return how many rows were recomputed."""
+    if output.part in ("values", "codes"):
+        return _verify_weight(output, written, adapter)
+    if output.part == "replacement":
+        _verify_replacement(output, written[output.info.name], adapter)
+    elif output.part == "copy":
+        _verify_copy(output, written[output.info.name])
+    return 0
 
 
 def _verify_weight(output: Output, written: Mapping[str, TensorInfo], adapter: Mapping[str, torch.Tensor]) -> int:
@@ -60,8 +69,9 @@ def _verify_weight(output: Output, written: Mapping[str, TensorInfo], adapter: M
     checked = 0
     for matrix in _sample(output.info.name, num_matrices, SAMPLED_MATRICES):
         old, new = row_reader(output.source, matrix), row_reader(result, matrix)
+        factors = [part for delta in output.deltas if (part := load_factors(delta, adapter, matrix)) is not None]
         for row in _sample(f"{output.info.name}/{matrix}", num_rows, SAMPLED_ROWS):
-            expected, magnitude = expected_row(output, adapter, matrix=matrix, row=row, old=old(row, row + 1)[0])
+            expected, magnitude = expected_row(old(row, row + 1)[0], factors, row=row, num_rows=num_rows)
             tolerance = rounding_step(result, matrix, row, expected) + FLOAT32_SLACK * magnitude
             if not bool(((new(row, row + 1)[0].double() - expected).abs() <= tolerance).all()):
                 raise MergeError(f"{output.info.name}: row {row} of matrix {matrix} is not base + adapter on disk")
@@ -70,21 +80,20 @@ def _verify_weight(output: Output, written: Mapping[str, TensorInfo], adapter: M
 
 
 def expected_row(
-    output: Output, adapter: Mapping[str, torch.Tensor], *, matrix: int, row: int, old: torch.Tensor
+    old: torch.Tensor, factors: Iterable[Factors], *, row: int, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one row of a changed weight in float64, and the sum of the magnitudes that were added up for it."""
     expected, magnitude = old.double(), old.double().abs()
-    for delta in output.deltas:
-        factors = load_factors(delta, adapter, matrix)
-        rows = range(*factors.rows.indices(output.source.matrices[1])) if factors else range(0)
-        if factors is None or row not in rows:
+    for factor in factors:
+        rows = range(*factor.rows.indices(num_rows))
+        if row not in rows:
             continue
         index = rows.index(row)
-        left, right = factors.left[index].double(), factors.right.double()
-        expected[factors.columns] += factors.scaling * (left @ right)
-        magnitude[factors.columns] += abs(factors.scaling) * (left.abs() @ right.abs())
-        if factors.magnitude is not None:
-            stretch = factors.magnitude[index].double() / torch.linalg.vector_norm(expected)
+        left, right = factor.left[index].double(), factor.right.double()
+        expected[factor.columns] += factor.scaling * (left @ right)
+        magnitude[factor.columns] += abs(factor.scaling) * (left.abs() @ right.abs())
+        if factor.magnitude is not None:
+            stretch = factor.magnitude[index].double() / torch.linalg.vector_norm(expected)
             expected, magnitude = expected * stretch, (magnitude + expected.abs()) * stretch.abs()
     return expected, magnitude
 

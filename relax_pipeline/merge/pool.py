@@ -1,0 +1,19 @@
+"""Threads for work on shards: as many as there are processors, each with torch on one of them."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+MAX_WORKERS = 4
+
+
+def shard_pool(num_shards: int) -> ThreadPoolExecutor:
+    """Return a pool for up to `num_shards` tasks.
+
+    The chunks are small enough for one core's cache, so torch's own threads would only wait for each other.
+    """
+    workers = max(1, min(MAX_WORKERS, os.cpu_count() or 1, num_shards))
+    return ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
