@@ -20,12 +20,12 @@ from relax_pipeline.types import Adapter, AdapterSpec, TrainingSample
 VOCABULARY = 80
 
 
-def run_config(model: Path, **sections: Mapping[str, Any] | int) -> RunConfig:
+def run_config(folder: Path, /, **sections: Mapping[str, Any] | int) -> RunConfig:
     """A float32 run with a rank-3 adapter on all linear layers; sections are merged into these."""
     values: dict[str, Any] = {
         "run_name": "tiny",
         "steps": 20,
-        "model": {"path": str(model), "dtype": "float32"},
+        "model": {"path": str(folder), "dtype": "float32"},
         "lora": {"rank": 3, "alpha": 6},
         "data": {"train": {"path": "unused.jsonl"}},
         "sync": {"mode": "adapter"},

@@ -37,7 +37,7 @@ class RankLayout:
     rank: int = 0
     world_size: int = 1
     init_method: str | None = None
-    """tcp://host:port of rank 0; None for a single process."""
+    """file:// or tcp:// address at which the ranks meet; None for a single process."""
 
 
 class FsdpTrainer:
@@ -112,8 +112,7 @@ class FsdpTrainer:
             _reduce(metrics.sums, dist.ReduceOp.SUM)
             _reduce(metrics.maxima, dist.ReduceOp.MAX)
         result = finalize_metrics(metrics.sums, metrics.maxima)
-        if not math.isfinite(result["loss"]):
-            raise TrainerError(f"the loss is {result['loss']} at policy version {self._updates}; no weight has changed")
+        self._refuse_unless_finite("loss", result["loss"])
         return result
 
     def optim_step(self) -> dict[str, float]:
@@ -121,10 +120,7 @@ class FsdpTrainer:
         settings = self._config.optimizer
         norm = nn.utils.clip_grad_norm_(self._policy.parameters.values(), settings.max_grad_norm)
         grad_norm = float(full_tensor(norm))
-        if not math.isfinite(grad_norm):
-            raise TrainerError(
-                f"the gradient norm is {grad_norm} at policy version {self._updates}; no weight has changed"
-            )
+        self._refuse_unless_finite("gradient norm", grad_norm)
         total = self._config.steps * self._config.algorithm.updates_per_rollout
         rate = learning_rate(self._updates, total_updates=total, config=settings)
         for group in self._optimizer.param_groups:
@@ -179,6 +175,11 @@ class FsdpTrainer:
 
     def _saved_base(self) -> dict[str, nn.Parameter]:
         return {} if self._config.saves_lora_only else self._policy.frozen
+
+    def _refuse_unless_finite(self, name: str, value: float) -> None:
+        if not math.isfinite(value):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise TrainerError(f"the {name} is {value} at policy version {self._updates}; no weight has changed")
 
     def _local_batches(self, samples: Sequence[TrainingSample]) -> list[PaddedBatch]:
         """Return this rank's micro-batches. All ranks get the same number, since each forward is a collective."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -36,9 +38,10 @@ def save_state(
             if parameter in optimizer.state:
                 state[f"{moment}/{name}"] = optimizer.state[parameter][moment]
     try:
-        state_dict_saver.save(state, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
+        with _without_warning_of_one_process():
+            state_dict_saver.save(state, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
     except (OSError, CheckpointException) as error:  # the latter derives from BaseException
-        raise CheckpointError(f"{folder} cannot be written: {error}") from error
+        raise CheckpointError(f"{folder} cannot be written: {_reason(error)}") from error
 
 
 def load_state(
@@ -61,9 +64,10 @@ def load_state(
             raise CheckpointError(
                 f"{folder} and this trainer differ in {len(difference)} parameters, e.g. {difference[:3]}"
             )
-        state_dict_loader.load(state, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
+        with _without_warning_of_one_process():
+            state_dict_loader.load(state, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
     except (OSError, ValueError, RuntimeError, CheckpointException) as error:
-        raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
+        raise CheckpointError(f"{folder} cannot be loaded: {_reason(error)}") from error
     updates = int(state[_UPDATES].item())
     for name, parameter in parameters.items():
         optimizer.state[parameter] = {
@@ -71,6 +75,20 @@ def load_state(
             **{moment: state[f"{moment}/{name}"] for moment in _MOMENTS},
         }
     return updates
+
+
+def _reason(error: BaseException) -> str:
+    """Return what went wrong, on the first rank where it did, without the traceback."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _without_warning_of_one_process() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
 
 
 def _template(parameters: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
