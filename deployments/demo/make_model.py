@@ -1,8 +1,8 @@
-"""Make the demo's base model and prompts: a 0.6 M parameter Qwen3 that adds and subtracts, right one time in three.
+"""Make the demo's base model and prompts: a 0.66 M parameter Qwen3 that adds and subtracts, right one time in three.
 
-The base is careless on purpose. The answers it learns from are right in 30% of the cases; in the others the operator is
-misread (17+25=8) or the first number copied (17+25=17). So it can calculate, but does not know that this is what is
-wanted: a gap that reinforcement learning on right-or-wrong rewards closes within a minute on one core. The held-out
+The base is careless on purpose. Each answer it learns from is, with equal probability, right, one too small or one too
+large. So it knows how to calculate, but not which of the three is wanted, and its samples are right about one time in
+three: a gap that reinforcement learning on right-or-wrong rewards closes within a minute on one core. The held-out
 problems are in neither the base's lessons nor the training prompts.
 """
 
@@ -28,20 +28,19 @@ CHAT_TEMPLATE = (
 """ChatML with one token for each role, so that a whole prompt is nine tokens."""
 HELDOUT_ROWS = 200
 TRAIN_ROWS = 3000
-STEPS = 2000
+STEPS = 2400
 BATCH_SIZE = 256
 PEAK_LR = 3e-3
-SHARES = (0.30, 0.35, 0.35)
-"""How often the base is taught the right answer, a misread operator, a copied number."""
+ERRORS = (-1, 0, 1)
 
-Problem = tuple[str, tuple[int, int, int]]
-"""The question; its right answer, the answer with the operator misread, and its first number."""
+Problem = tuple[str, int]
+"""The question and its right answer."""
 
 
 def all_problems() -> list[Problem]:
     """Return each sum of two numbers below 100 and each difference that is not negative, in a shuffled order."""
-    sums = [(f"{a}+{b}=", (a + b, abs(a - b), a)) for a in range(100) for b in range(100)]
-    differences = [(f"{a}-{b}=", (a - b, a + b, a)) for a in range(100) for b in range(a + 1)]
+    sums = [(f"{a}+{b}=", a + b) for a in range(100) for b in range(100)]
+    differences = [(f"{a}-{b}=", a - b) for a in range(100) for b in range(a + 1)]
     problems = sums + differences
     random.Random(SEED).shuffle(problems)
     return problems
@@ -91,12 +90,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def encode_lessons(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and targets, both [problem, answer, position]; a target of -100 is not learnt."""
+    """Return token ids and targets, both [problem, error, position]; a target of -100 is not learnt."""
     rows = []
-    for text, answers in problems:
+    for text, answer in problems:
         chat = [{"role": "user", "content": text}]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        rows += [(tokenizer.encode(prompt), tokenizer.encode(f"{answer}{END}")) for answer in answers]
+        rows += [(tokenizer.encode(prompt), tokenizer.encode(f"{answer + error}{END}")) for error in ERRORS]
     width = max(len(prompt) + len(answer) for prompt, answer in rows)
     ids = torch.full((len(rows), width), tokenizer.pad_token_id)
     targets = torch.full((len(rows), width), -100)
@@ -104,7 +103,7 @@ def encode_lessons(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) 
         end = len(prompt) + len(answer)
         ids[row, :end] = torch.tensor(prompt + answer)
         targets[row, len(prompt) : end] = torch.tensor(answer)
-    shape = (len(problems), len(SHARES), width)
+    shape = (len(problems), len(ERRORS), width)
     return ids.view(shape), targets.view(shape)
 
 
@@ -115,9 +114,9 @@ def train(model: Qwen3ForCausalLM, ids: torch.Tensor, targets: torch.Tensor) -> 
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=STEPS, pct_start=0.1)
     for step in range(STEPS):
         problem = torch.randint(ids.shape[0], (BATCH_SIZE,), generator=generator)
-        answer = torch.multinomial(torch.tensor(SHARES), BATCH_SIZE, replacement=True, generator=generator)
-        logits = model(ids[problem, answer]).logits[:, :-1]
-        loss = cross_entropy(logits.flatten(0, 1), targets[problem, answer][:, 1:].flatten())
+        error = torch.randint(ids.shape[1], (BATCH_SIZE,), generator=generator)
+        logits = model(ids[problem, error]).logits[:, :-1]
+        loss = cross_entropy(logits.flatten(0, 1), targets[problem, error][:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -137,7 +136,7 @@ def round_to_bfloat16(model: Qwen3ForCausalLM) -> None:
 def write_prompts(path: Path, problems: list[Problem]) -> None:
     """Write one JSON object a line, with the right answers."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"prompt": text, "label": str(right)}) + "\n" for text, (right, _, _) in problems]
+    lines = [json.dumps({"prompt": text, "label": str(answer)}) + "\n" for text, answer in problems]
     path.write_text("".join(lines))
 
 

@@ -18,7 +18,7 @@ from relax_pipeline.metrics.text import seconds_text, sparkline
 
 HERE = Path(__file__).parent
 RUNS = Path("runs").resolve()
-KILL_AT_STEP = 25
+KILL_AT_STEP = 45
 console = Console(soft_wrap=True, highlight=False)
 
 

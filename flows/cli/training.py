@@ -10,6 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 from rich.console import Console
+from rich.markup import escape
 from rich.prompt import Confirm
 from rich.table import Table
 
@@ -83,7 +84,7 @@ def plan(config: Path, *, overrides: Overrides = None) -> None:
     console = Console(soft_wrap=True)
     table = Table(title=f"plan of {run.run_name}", show_header=False, title_justify="left")
     for name, value in plan_rows(made):
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     console.print(table)
     console.print_json(run.model_dump_json())
     made.raise_if_refused()
@@ -120,7 +121,9 @@ def _quieten() -> None:
 
 def _remove_run(run: RunConfig, *, yes: bool) -> None:
     """Delete the run's folder, once that is confirmed."""
-    folder = Path(run.output_dir).expanduser().resolve() / run.run_name
+    from relax_pipeline.inputs import run_folder  # noqa: PLC0415 - loads transformers
+
+    folder = run_folder(run)
     if not folder.exists():
         return
     if not yes:

@@ -27,6 +27,8 @@ def ray_cluster(config: ClusterConfig, *, namespace: str) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Otherwise Ray takes GPUs away from actors that ask for none, and they could not say why.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray makes workers nice for the sake of its own processes; here the workers are what the machine is for.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         with _keep_signal_handlers():
             ray.init(address=config.ray_address, namespace=namespace, log_to_driver=False, **_local_resources(config))

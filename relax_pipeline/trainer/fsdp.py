@@ -22,6 +22,7 @@ from relax_pipeline.models import adapters_disabled, resolve_device
 from relax_pipeline.rl.batching import PaddedBatch, micro_batches, pad_batch, split_for_rank
 from relax_pipeline.rl.logprobs import token_logprobs
 from relax_pipeline.rl.objective import ObjectiveMetrics, finalize_metrics, objective
+from relax_pipeline.safetensors_io.identity import model_digest
 from relax_pipeline.seeds import derive_seed
 from relax_pipeline.trainer.base import Bucket, Payload, TrainerInfo
 from relax_pipeline.trainer.fsdp_state import load_state, save_state
@@ -159,7 +160,7 @@ class FsdpTrainer:
         if self._policy.spec:
             adapter = self._policy.adapter(version=self._updates, dtype=torch.float32)
             if self._layout.rank == 0:
-                metadata = {"base_digest": self._policy.base_digest}
+                metadata = {"base_digest": model_digest(Path(self._config.model.path))}
                 write_adapter(adapter, folder / "adapter", base_model=self._config.model.path, metadata=metadata)
 
     def load(self, folder: Path) -> None:
