@@ -27,7 +27,7 @@ class EngineInfo:
     engine_id: str
     incarnation: str
     """Changes at every start: whatever was synced to an earlier incarnation is gone."""
-    base_digest: str
+    base_tensors_digest: str
     """Of the tensors it loaded from the model folder, in the dtype it serves."""
     leaf_modules: tuple[str, ...]
     """Leaf names of the modules that can carry an adapter, sorted."""

@@ -45,7 +45,7 @@ class HfEngine:
         self._info = EngineInfo(
             engine_id=engine_id,
             incarnation=uuid.uuid4().hex[:12],
-            base_digest=tensors_digest(base_state(self._model)),
+            base_tensors_digest=tensors_digest(base_state(self._model)),
             leaf_modules=linear_leaf_names(self._model),
         )
 

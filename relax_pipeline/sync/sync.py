@@ -80,11 +80,11 @@ class WeightSync:
         Raises:
             SyncError: An engine serves another base than the one trained on.
         """
-        expected = self._trainer.info().base_digest
+        expected = self._trainer.info().base_tensors_digest
         for slot in self._pool.ready():
-            if slot.info.base_digest != expected:
+            if slot.info.base_tensors_digest != expected:
                 raise SyncError(
-                    f"engine {slot.info.engine_id} loaded a base with digest {slot.info.base_digest[:12]}, "
+                    f"engine {slot.info.engine_id} loaded a base with digest {slot.info.base_tensors_digest[:12]}, "
                     f"the trainer {expected[:12]}; both must read the same model.path with the same dtype"
                 )
 

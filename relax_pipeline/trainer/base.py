@@ -17,8 +17,8 @@ from relax_pipeline.types import TrainingSample, WeightsInfo
 class TrainerInfo:
     """What was built."""
 
-    base_digest: str
-    """Of the base's tensors as loaded, comparable with `EngineInfo.base_digest`."""
+    base_tensors_digest: str
+    """Of the base's tensors as loaded, comparable with `EngineInfo.base_tensors_digest`."""
     modules: tuple[str, ...]
     """Full names of the adapted modules; empty when all weights train."""
     num_trainable: int

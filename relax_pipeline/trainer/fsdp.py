@@ -69,7 +69,7 @@ class FsdpTrainer:
         trained = sum(parameter.numel() for parameter in self._policy.parameters.values())
         frozen = sum(parameter.numel() for parameter in self._policy.frozen.values())
         return TrainerInfo(
-            base_digest=self._policy.base_digest,
+            base_tensors_digest=self._policy.base_tensors_digest,
             modules=self._policy.modules,
             num_trainable=trained,
             num_parameters=frozen or trained,

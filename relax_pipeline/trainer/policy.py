@@ -36,7 +36,7 @@ class Policy:
         frozen: The base's parameters by HF name; empty when they train.
         spec: The adapter's settings; None without one.
         modules: Full names of the adapted modules.
-        base_digest: Of the base as loaded, in the dtype it is served in.
+        base_tensors_digest: Of the base as loaded, in the dtype it is served in.
     """
 
     def __init__(self, config: RunConfig, *, device: torch.device, shard: bool, gradient_checkpointing: bool) -> None:
@@ -45,7 +45,7 @@ class Policy:
         # Without an adapter the base trains: float32 masters, autocast to the served dtype in the forward pass.
         self._autocast = not lora.enabled and self._dtype != torch.float32
         self.model = load_model(config.model, device=device, dtype=None if lora.enabled else torch.float32)
-        self.base_digest = tensors_digest({n: t.to(self._dtype) for n, t in base_state(self.model).items()})
+        self.base_tensors_digest = tensors_digest({n: t.to(self._dtype) for n, t in base_state(self.model).items()})
         self.spec: AdapterSpec | None = None
         self.modules: tuple[str, ...] = ()
         if lora.enabled:

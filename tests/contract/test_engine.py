@@ -212,7 +212,7 @@ def test_paused_engine_takes_no_requests(engine: Engine) -> None:
 def test_each_start_is_another_incarnation_of_the_same_base(start: Start) -> None:
     first, second = start().info(), start().info()
     assert first.incarnation != second.incarnation
-    assert first.base_digest == second.base_digest
+    assert first.base_tensors_digest == second.base_tensors_digest
 
 
 def test_activation_reads_back_what_was_sent(start: Start) -> None:

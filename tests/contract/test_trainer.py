@@ -89,7 +89,7 @@ def test_info_says_what_was_built(trainer: Trainer, tiny_model: Path) -> None:
     # Per layer, rank 3: q 32+64, k 32+32, v 32+32, o 64+32, gate 32+48, up 32+48, down 48+32.
     assert info.num_trainable == 2 * 3 * (96 + 64 + 64 + 96 + 80 + 80 + 80)
     assert info.num_parameters == sum(tensor.numel() for tensor in load_file(tiny_model / "model.safetensors").values())
-    assert info.base_digest == tensors_digest(load_file(tiny_model / "model.safetensors"))
+    assert info.base_tensors_digest == tensors_digest(load_file(tiny_model / "model.safetensors"))
     assert len(info.modules) == 14
     assert info.modules[0] == Q0
 
