@@ -9,6 +9,7 @@ from prefect import flow
 
 from flows.giving_up import give_up_on_user_errors
 from relax_pipeline.finished import describe_model, finished_run
+from relax_pipeline.metrics.report import write_report
 from tasks import publishing
 
 
@@ -46,4 +47,5 @@ def merge_and_publish(
             )
             publishing.record(run.folder, run.step, published)
             result["published"] = published
+        result["report"] = str(write_report(run.folder))
     return result

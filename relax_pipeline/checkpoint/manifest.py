@@ -18,6 +18,12 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class _Format(BaseModel):
+    """All that is read of a format that is not known yet."""
+
+    format_version: int
+
+
 class FileEntry(_Part):
     """One file of a checkpoint."""
 
@@ -72,16 +78,17 @@ def read_manifest(folder: Path) -> Manifest:
     """
     file = folder / MANIFEST_FILE
     try:
-        manifest = Manifest.model_validate_json(file.read_bytes())
+        content = file.read_bytes()
+        version = _Format.model_validate_json(content).format_version
+        if version > FORMAT_VERSION:
+            raise CheckpointError(
+                f"{folder} has checkpoint format {version}; this version reads up to {FORMAT_VERSION}"
+            )
+        return Manifest.model_validate_json(content)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST_FILE}") from None
     except ValidationError as error:
         raise CheckpointError(f"{file} is damaged: {error}") from error
-    if manifest.format_version > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{folder} has checkpoint format {manifest.format_version}; this version reads up to {FORMAT_VERSION}"
-        )
-    return manifest
 
 
 _REMEDIES = {

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,10 +57,11 @@ class CheckpointStore:
             temporary.mkdir(parents=True)
             write(temporary)
             _seal(temporary, manifest)
-            if final.exists():
-                self._discard(final)
+            if final.exists() and self._hide(final) is None:
+                raise CheckpointError("another process is reading it")
             temporary.rename(final)
             fsync_path(self.folder)
+            self._remove_leftovers()
         except (OSError, SafetensorError, RelaxError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(_explain_failure(error, final, self.folder)) from error
@@ -101,24 +103,25 @@ class CheckpointStore:
         for ref in self.committed()[:-keep_last]:
             if keep_every and ref.step % keep_every == 0:
                 continue
-            if self._discard(ref.path):
+            if trash := self._hide(ref.path):
+                shutil.rmtree(trash)
                 deleted.append(ref)
         return deleted
 
-    def _discard(self, path: Path) -> bool:
-        """Take a checkpoint out of sight at once, then delete it; False if a reader holds it."""
-        with (path / COMMITTED_FILE).open("rb") as file:
+    def _hide(self, path: Path) -> Path | None:
+        """Take a checkpoint out of sight at once and return where it is now; None if a reader holds it."""
+        trash, committed = path.with_name(f".trash-{path.name}"), path / COMMITTED_FILE
+        if not committed.is_file():  # someone has deleted parts of it; no reader can hold it
+            return path.rename(trash)
+        with committed.open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return False
-            trash = path.with_name(f".trash-{path.name}")
-            path.rename(trash)
-        shutil.rmtree(trash)
-        return True
+                return None
+            return path.rename(trash)
 
     def _remove_leftovers(self) -> None:
-        """Delete what an attempt that was killed has left."""
+        """Delete what was replaced, and what an attempt that was killed has left."""
         for pattern in (".tmp-*", ".trash-*"):
             for path in self.folder.glob(pattern):
                 shutil.rmtree(path)
@@ -148,9 +151,20 @@ def verify(ref: CheckpointRef) -> Manifest:
 
 @contextmanager
 def in_use(ref: CheckpointRef) -> Iterator[None]:
-    """Keep a checkpoint from being pruned while this process reads it; a crash lets go of it."""
-    with (ref.path / COMMITTED_FILE).open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
+    """Keep a checkpoint from being pruned while this process reads it; a crash lets go of it.
+
+    Raises:
+        CheckpointError: It was pruned before.
+    """
+    committed = ref.path / COMMITTED_FILE
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(committed.open("rb"))
+            fcntl.flock(file, fcntl.LOCK_SH)
+            if not os.path.samestat(os.fstat(file.fileno()), committed.stat()):
+                raise FileNotFoundError
+        except FileNotFoundError:
+            raise CheckpointError(f"{ref.path} is gone: it was pruned, or saved again; look for a newer one") from None
         yield
 
 

@@ -45,7 +45,11 @@ def write_report(run_folder: Path) -> Path:
         subtitle=_subtitle(config),
         figures=_figures(rows, config),
         charts=list(charts(rows).values()),
-        tables={"Sync health": _sync_health(rows, config), "Model": _model_facts(run_folder)},
+        tables={
+            "Sync health": _sync_health(rows, config),
+            "Attempts": _attempts(run_folder),
+            "Model": _model_facts(run_folder),
+        },
         samples=_spread(StepLog(run_folder / "samples.jsonl").rows(), _SAMPLED_STEPS),
         config=json.dumps(config, indent=2),
     )
@@ -119,6 +123,14 @@ def _sync_health(rows: Rows, config: dict[str, Any]) -> Pairs:
             ("lost to rounding", f"{rounding[-1][1]:.1%} of the folded entries did not move, at the last sync")
         )
     return pairs
+
+
+def _attempts(run_folder: Path) -> Pairs:
+    """When the run was begun and taken up again, where that happened at all."""
+    attempts = StepLog(run_folder / "attempts.jsonl").rows()
+    if len(attempts) < 2:
+        return []
+    return [(attempt["started"], f"from step {attempt['step']:,}") for attempt in attempts]
 
 
 def _model_facts(run_folder: Path) -> Pairs:

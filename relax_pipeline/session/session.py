@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,7 @@ class TrainingSession:
         self.config = config
         self.metrics = StepLog(run_folder / "metrics.jsonl")
         self.samples = StepLog(run_folder / "samples.jsonl")
+        self._attempts = StepLog(run_folder / "attempts.jsonl")
         self.checkpoints = CheckpointStore(run_folder / "checkpoints")
         self._identity, self._trainer, self._sync = identity, trainer, sync
         self._sampler, self._make_collector, self._evaluation = sampler, collector, evaluation
@@ -99,6 +101,7 @@ class TrainingSession:
         self.metrics.rewind(step)
         self.samples.rewind(step)
         self._collector = self._make_collector(self._position)
+        self._attempts.append(step, {"started": datetime.now(UTC).isoformat(sep=" ", timespec="seconds")})
         path = ref.path if ref else None
         return Restored(step, self._trainer.policy_version(), path, tuple(passed_over))
 

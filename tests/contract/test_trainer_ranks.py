@@ -143,6 +143,14 @@ def test_portable_adapter_is_whole(pair: RemoteTrainer, config: RunConfig, tmp_p
     assert tensors_digest(saved) == exported.info.digest == pair.export_adapter().info.digest
 
 
+def test_bfloat16_base_and_float32_adapters_shard_together(tiny_model: Path, tmp_path: Path) -> None:
+    config = run_config(tiny_model, model={"dtype": "bfloat16"}, optimizer={"learning_rate": 1e-3, "eps": 1e-3})
+    pair = start_pair(config, tmp_path)
+    for ours, theirs in zip(train(pair, updates=2), train(FsdpTrainer(config), updates=2), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    pair.close()
+
+
 def test_loss_that_is_not_finite_is_told(tiny_model: Path, tmp_path: Path) -> None:
     trainer = start_pair(run_config(tiny_model), tmp_path)
     samples = make_samples(5)
