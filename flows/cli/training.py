@@ -48,25 +48,27 @@ def train(
     """
     run = load_config(config, overrides or ())
     _quieten()
-    from relax_pipeline.plan import make_plan  # noqa: PLC0415
-
-    from flows.local_server import prefect_server  # noqa: PLC0415 - takes seconds; a wrong config should not
-    from flows.train import train_policy  # noqa: PLC0415
+    from relax_pipeline.plan import make_plan  # noqa: PLC0415 - what is heavy is loaded after what may be refused
 
     if fresh:
         _remove_run(run, yes=yes)
     make_plan(run).raise_if_refused()
-    console = Console(stderr=True, soft_wrap=True)
-    with prefect_server() as url:
-        console.print(f"run [bold]{run.run_name}[/], watched at {url.removesuffix('/api')}", highlight=False)
-        result = train_policy(run)
-        console.print(f"report: {result['report']}", highlight=False)
-        if run.publish.enabled:
-            from flows.merge_publish import merge_and_publish  # noqa: PLC0415
+    _train_and_publish(run)
 
-            published = merge_and_publish(run.run_name, output_dir=run.output_dir)
-            console.print(f"model:  {published['model']}", highlight=False)
-            console.print(f"at:     {published['published']['uri']}", highlight=False)
+
+def _train_and_publish(run: RunConfig) -> None:
+    from flows.local_server import prefect_server  # noqa: PLC0415
+    from flows.merge_publish import merge_and_publish  # noqa: PLC0415
+    from flows.train import train_policy  # noqa: PLC0415
+
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    with prefect_server() as url:
+        console.print(f"run [bold]{run.run_name}[/], watched at {url.removesuffix('/api')}")
+        result = train_policy(run)
+        console.print(f"report: {result['report']}")
+        if run.publish.enabled:
+            model = merge_and_publish(run.run_name, output_dir=run.output_dir)
+            console.print(f"model:  {model['model']}\nat:     {model['published']['uri']}")
 
 
 def plan(config: Path, *, overrides: Overrides = None) -> None:

@@ -9,11 +9,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from relax_pipeline.metrics.curves import Rows, charts, curves_markdown, held_out
+from relax_pipeline.metrics.curves import Rows, charts, held_out
 from relax_pipeline.metrics.log import StepLog, series
-from relax_pipeline.metrics.text import bytes_text, seconds_text, sparkline
-
-__all__ = ["curves_markdown", "sparkline", "write_report"]
+from relax_pipeline.metrics.text import bytes_text, seconds_text
 
 _SAMPLED_STEPS = 8
 Pairs = list[tuple[str, str]]

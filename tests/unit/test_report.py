@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from relax_pipeline.metrics.curves import charts
-from relax_pipeline.metrics.report import curves_markdown, sparkline, write_report
-from relax_pipeline.metrics.text import bytes_text, seconds_text
+from relax_pipeline.metrics.curves import charts, curves_markdown
+from relax_pipeline.metrics.report import write_report
+from relax_pipeline.metrics.text import bytes_text, seconds_text, sparkline
 
 CONFIG = {
     "run_name": "sums",
