@@ -501,3 +501,13 @@ def test_other_adapters_are_not_loaded(
 def test_folder_without_state_is_refused(trainer: Trainer, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="trainer cannot be loaded"):
         trainer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata.tmp"])
+def test_full_disk_is_told_as_such(trainer: Trainer, tmp_path: Path, name: str) -> None:
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / name).symlink_to("/dev/full")
+    with pytest.raises(
+        CheckpointError, match=r"trainer cannot be written: OSError: \[Errno 28\] No space left on device"
+    ):
+        trainer.save(tmp_path)
