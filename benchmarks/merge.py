@@ -132,8 +132,8 @@ def write_adapter(folder: Path, num_layers: int) -> None:
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
-def measure(command: list[str]) -> tuple[float, float, str]:
-    """Return wall seconds, peak resident GB and standard output of one process."""
+def measure(command: list[str]) -> tuple[dict[str, float], str]:
+    """Return what one process took, and its standard output."""
     started = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
@@ -141,19 +141,26 @@ def measure(command: list[str]) -> tuple[float, float, str]:
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{command[0]} {command[1][:20]} failed with status {status}")
-    return time.monotonic() - started, usage.ru_maxrss * 1024 / 1e9, output
+    wall = time.monotonic() - started
+    cpu = usage.ru_utime + usage.ru_stime
+    return {
+        "seconds": wall,
+        "process_seconds": wall,
+        "cpu_seconds": cpu,
+        "peak_gb": usage.ru_maxrss * 1024 / 1e9,
+    }, output
 
 
 def run_script(script: str, base: Path, adapter: Path, output: Path) -> dict[str, float]:
-    wall, peak, printed = measure([sys.executable, "-c", script, str(base), str(adapter), str(output)])
+    measured, printed = measure([sys.executable, "-c", script, str(base), str(adapter), str(output)])
     shutil.rmtree(output)
-    return {"seconds": json.loads(printed.splitlines()[-1])["seconds"], "process_seconds": wall, "peak_gb": peak}
+    return {**measured, **json.loads(printed.splitlines()[-1])}
 
 
 def run_copy(base: Path, output: Path) -> dict[str, float]:
-    wall, peak, _ = measure(["sh", "-c", f"cp -r '{base}' '{output}' && sync -f '{output}'"])
+    measured, _ = measure(["sh", "-c", f"cp -r '{base}' '{output}' && sync -f '{output}'"])
     shutil.rmtree(output)
-    return {"seconds": wall, "process_seconds": wall, "peak_gb": peak}
+    return measured
 
 
 def main() -> None:
@@ -170,10 +177,10 @@ def main() -> None:
         write_adapter(adapter, options.layers)
     runs: dict[str, list[dict[str, float]]] = {"cp": [], "relax-pipeline": [], "peft": []}
     run_copy(base, output)  # the first copy fills the page cache for all
-    for _ in range(options.repeats):
+    for repeat in range(options.repeats):
         runs["cp"].append(run_copy(base, output))
         runs["relax-pipeline"].append(run_script(OURS, base, adapter, output))
-        if not options.no_peft:
+        if repeat == 0 and not options.no_peft:  # minutes each, and far from the others
             runs["peft"].append(run_script(PEFT, base, adapter, output))
     write_results(options.results, base, runs)
 
@@ -181,18 +188,20 @@ def main() -> None:
 def write_results(file: Path, base: Path, runs: dict[str, list[dict[str, float]]]) -> None:
     sizes = [shard.stat().st_size / 1e9 for shard in base.glob("*.safetensors")]
     copied = statistics.median(run["seconds"] for run in runs["cp"])
-    table = ["| | seconds (median) | of cp | peak resident GB |", "|---|---|---|---|"]
+    table = ["| | seconds (median) | of cp | processor seconds | peak resident GB |", "|---|---|---|---|---|"]
     for name, measured in runs.items():
         if measured:
             seconds = statistics.median(run["seconds"] for run in measured)
             peak = max(run["peak_gb"] for run in measured)
-            table.append(f"| {name} | {seconds:.1f} | {seconds / copied:.2f} | {peak:.2f} |")
+            cpu = statistics.median(run["cpu_seconds"] for run in measured)
+            table.append(f"| {name} | {seconds:.1f} | {seconds / copied:.2f} | {cpu:.1f} | {peak:.2f} |")
     facts = {
         "command": "python benchmarks/merge.py " + " ".join(a for a in sys.argv[1:] if not a.startswith("/")),
         "model_gb": sum(sizes),
         "largest_shard_gb": max(sizes),
         "rank": RANK,
         "cpus": os.cpu_count(),
+        "load_average": os.getloadavg(),
         "machine": platform.machine(),
         "versions": {name: version(name) for name in ("torch", "safetensors", "peft", "transformers")},
         "runs": runs,

@@ -90,7 +90,7 @@ def check_finite(values: torch.Tensor, name: str) -> None:
     if not values.is_floating_point() or not values.numel():
         return
     low, high = torch.aminmax(values if values.element_size() > 1 else values.float())
-    if not (torch.isfinite(low) and torch.isfinite(high)):
+    if not (math.isfinite(low) and math.isfinite(high)):
         raise MergeError(
             f"{name} holds NaN or infinity; a model merged from it would be useless, so it was not written"
         )

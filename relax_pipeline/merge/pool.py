@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-MAX_WORKERS = 4
+MAX_WORKERS = 8
 
 
 def shard_pool(num_shards: int) -> ThreadPoolExecutor:

@@ -77,6 +77,18 @@ def test_one_weight_from_two_modules(tmp_path: Path) -> None:
     refused(tmp_path, MergeError, "both change", pair(Q, A, B) | pair(other, A, B))
 
 
+def test_a_name_that_could_mean_two_weights(tmp_path: Path) -> None:
+    names = (Q.replace("model.", prefix) for prefix in ("model.language_model.", "language_model.model."))
+    refused(tmp_path, MergeError, "could be any of", tensors={f"{name}.weight": whole(8, 6) for name in names})
+
+
+def test_a_tensor_that_no_pairing_uses(tmp_path: Path) -> None:
+    tensors = {"model.layers.0.mlp.gate_up_proj.weight": whole(8, 6)}
+    adapter = pair("model.layers.0.mlp.up_proj", A, whole(4, 2))
+    adapter["model.layers.0.mlp.up_proj.base_layer.weight"] = whole(4, 6)
+    refused(tmp_path, MergeError, "would go unused", adapter, tensors=tensors, model={"model_type": "phi3"})
+
+
 def test_a_weight_both_replaced_and_added_to(tmp_path: Path) -> None:
     refused(tmp_path, MergeError, "both replaces", pair(Q, A, B) | {f"{PREFIX}{Q}.weight": whole(8, 6)})
 
