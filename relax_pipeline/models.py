@@ -70,9 +70,7 @@ def linear_leaf_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)}))
 
 
-def inject_adapter(
-    model: nn.Module, *, name: str, spec: AdapterSpec, modules: Sequence[str], on_meta: bool = False
-) -> None:
+def inject_adapter(model: nn.Module, *, name: str, spec: AdapterSpec, modules: Sequence[str]) -> None:
     """Put a LoRA adapter on the named modules and make it the active one; B starts at zero. Ends in evaluation mode.
 
     Args:
@@ -80,7 +78,6 @@ def inject_adapter(
         name: Of the adapter, free of dots.
         spec: Rank, alpha, dropout.
         modules: Full module names.
-        on_meta: Leave the tensors without memory, to be assigned by the caller.
     """
     config = PeftLoraConfig(
         r=spec.rank,
@@ -89,7 +86,7 @@ def inject_adapter(
         target_modules=list(modules),
         bias="none",
     )
-    inject_adapter_in_model(config, model, adapter_name=name, low_cpu_mem_usage=on_meta)
+    inject_adapter_in_model(config, model, adapter_name=name)
     del model.peft_config  # or the next adapter warns of this one
     model.eval()  # new layers come in training mode, and dropout with them
     for _, layer in lora_layers(model):

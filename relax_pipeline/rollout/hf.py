@@ -60,7 +60,7 @@ class HfEngine:
             raise EngineError(f"engine {self._info.engine_id} already holds version {version}; versions never change")
         self._check_fits(adapter)
         name = adapter_name(version)
-        inject_adapter(self._model, name=name, spec=adapter.spec, modules=adapter.info.modules, on_meta=True)
+        inject_adapter(self._model, name=name, spec=adapter.spec, modules=adapter.info.modules)
         for key, linear in adapter_linears(self._model, name).items():
             linear.weight = nn.Parameter(adapter.tensors[key].to(self._device, copy=True), requires_grad=False)
         self._staged.add(version)

@@ -55,10 +55,8 @@ class EnginePool:
         """Start a new engine in a quarantined slot; it still has to be synced.
 
         Raises:
-            EngineError: The slot's restarts are used up.
+            EngineError: It does not start.
         """
-        if slot.restarts_left == 0:
-            raise EngineError(f"engine {slot.index} failed and engine.restarts are used up; last: {slot.failure}")
         slot.restarts_left -= 1
         slot.engine.close()
         slot.engine = self._spawn(slot.index)

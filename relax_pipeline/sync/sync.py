@@ -15,7 +15,7 @@ from relax_pipeline.config import SyncConfig
 from relax_pipeline.errors import EngineError, SyncError
 from relax_pipeline.rollout.pool import EnginePool, Slot
 from relax_pipeline.sync.report import SyncReport
-from relax_pipeline.sync.verify import check_ack, probe_difference
+from relax_pipeline.sync.verify import check_ack, check_base, probe_difference
 from relax_pipeline.sync.weights import Shipment, export_adapter, export_merged
 from relax_pipeline.trainer.base import Trainer
 from relax_pipeline.types import TrainingSample
@@ -37,6 +37,7 @@ class WeightSync:
         self._trainer, self._pool, self._config = trainer, pool, config
         self._tolerance, self._keep_versions = tolerance, keep_versions
         self._probe = [tuple(sequence) for sequence in probe]
+        self._base_digest = trainer.info().base_tensors_digest
         self._acknowledged: dict[tuple[str, str], dict[int, str]] = {}
         self._shipments: list[Shipment] = []
         self._expected: dict[int, list[NDArray[np.float32]]] = {}
@@ -80,13 +81,8 @@ class WeightSync:
         Raises:
             SyncError: An engine serves another base than the one trained on.
         """
-        expected = self._trainer.info().base_tensors_digest
         for slot in self._pool.ready():
-            if slot.info.base_tensors_digest != expected:
-                raise SyncError(
-                    f"engine {slot.info.engine_id} loaded a base with digest {slot.info.base_tensors_digest[:12]}, "
-                    f"the trainer {expected[:12]}; both must read the same model.path with the same dtype"
-                )
+            check_base(slot.info, self._base_digest)
 
     def _export(self, version: int) -> None:
         if self._shipments and self._shipments[-1].info.version == version:
@@ -99,12 +95,13 @@ class WeightSync:
 
     def _replace_quarantined(self) -> None:
         for slot in self._pool.slots:
-            if slot.failure is not None:
-                try:
-                    self._pool.replace(slot)
-                    slot.failure = None
-                except EngineError as error:
-                    slot.failure = str(error)
+            if slot.failure is None or slot.restarts_left == 0:
+                continue
+            try:
+                self._pool.replace(slot)
+                slot.failure = None
+            except EngineError as error:
+                slot.failure = str(error)
 
     def _bring_up(self, report: SyncReport) -> None:
         """Send, activate and verify all versions in use on all ready engines at once; quarantine those that fail."""
@@ -115,13 +112,16 @@ class WeightSync:
         report.engines = [slot.info.engine_id for slot in self._pool.ready()]
         report.quarantined = {str(s.index): s.failure for s in self._pool.slots if s.failure is not None}
         if not report.engines:
-            reasons = "; ".join(f"engine {index}: {reason}" for index, reason in report.quarantined.items())
+            reasons = "; ".join(
+                f"engine {s.index} ({s.restarts_left} restarts left): {s.failure}" for s in self._pool.slots
+            )
             raise SyncError(f"no engine holds policy version {report.version}: {reasons}")
 
     def _bring_up_engine(self, slot: Slot) -> SyncReport:
         report = SyncReport(self._pool.serving_version, self._config.mode)
         held = self._acknowledged.setdefault((slot.info.engine_id, slot.info.incarnation), {})
         try:
+            check_base(slot.info, self._base_digest)
             for shipment in self._shipments:
                 if held.get(shipment.info.version) == shipment.info.digest:
                     continue

@@ -8,7 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_pipeline.errors import SyncError
+from relax_pipeline.rollout.base import EngineInfo
 from relax_pipeline.types import Ack, WeightsInfo
+
+
+def check_base(engine: EngineInfo, trainer_digest: str) -> None:
+    """Compare the base an engine loaded with the one that is trained on.
+
+    Raises:
+        SyncError: They differ.
+    """
+    if engine.base_tensors_digest != trainer_digest:
+        raise SyncError(
+            f"engine {engine.engine_id} loaded a base with digest {engine.base_tensors_digest[:12]}, "
+            f"the trainer {trainer_digest[:12]}; both must read the same model.path with the same dtype"
+        )
 
 
 def check_ack(ack: Ack, sent: WeightsInfo) -> None:
@@ -34,6 +48,5 @@ def probe_difference(
     engine_logprobs: Sequence[NDArray[np.float32]], trainer_logprobs: Sequence[NDArray[np.float32]]
 ) -> float:
     """Return the largest |difference| in nats; NaN anywhere gives infinity."""
-    differences = [np.abs(a - b).max() for a, b in zip(engine_logprobs, trainer_logprobs, strict=True)]
-    worst = float(max(differences))
+    worst = float(np.abs(np.concatenate(engine_logprobs) - np.concatenate(trainer_logprobs)).max())
     return worst if np.isfinite(worst) else float("inf")
