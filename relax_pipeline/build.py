@@ -115,7 +115,7 @@ def _start_trainer(config: RunConfig, folder: Path) -> RemoteTrainer:
     ]
     return RemoteTrainer(
         builds,
-        num_threads=max(1, num_cpus() // ranks),
+        num_threads=_threads(config),
         num_gpus=_gpu_share(config, config.trainer.device),
         timeout=config.trainer.step_timeout_seconds,
     )
@@ -124,7 +124,7 @@ def _start_trainer(config: RunConfig, folder: Path) -> RemoteTrainer:
 def _start_engines(config: RunConfig, factory: EngineFactory) -> EnginePool:
     assert isinstance(config.engine, HfEngineConfig)
     engine = config.engine
-    threads, gpus = max(1, num_cpus() // engine.replicas), _gpu_share(config, engine.device)
+    threads, gpus = _threads(config), _gpu_share(config, engine.device)
 
     def spawn(index: int) -> RemoteEngine:
         return RemoteEngine(
@@ -141,6 +141,12 @@ def _start_engines(config: RunConfig, factory: EngineFactory) -> EnginePool:
 
 def _engine_pids(pool: EnginePool) -> list[int]:
     return [slot.engine.pid() for slot in pool.slots if isinstance(slot.engine, RemoteEngine)]
+
+
+def _threads(config: RunConfig) -> int:
+    """Return the torch threads of one process: trainer ranks and engines share the CPUs evenly."""
+    assert isinstance(config.trainer, FsdpTrainerConfig)
+    return max(1, num_cpus() // (config.trainer.num_processes + config.engine.replicas))
 
 
 def _gpu_share(config: RunConfig, device: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from relax_pipeline.metrics.text import seconds_text, sparkline
 
 HERE = Path(__file__).parent
 RUNS = Path("runs").resolve()
-KILL_AT_STEP = 45
+KILL_AT_STEP = 55
 console = Console(soft_wrap=True, highlight=False)
 
 
@@ -26,10 +27,11 @@ def main() -> int:
     """Run the demo; return the exit status of the training command."""
     started = time.monotonic()
     run = RUNS / "demo"
+    shutil.rmtree(run, ignore_errors=True)
     console.print(Rule("relax-pipeline demo: rollout > reward > train > sync > save, on this CPU"))
     config = HERE / "demo.yaml"
     settings = [f"output_dir={RUNS}", f"publish.destination=file://{RUNS / 'published'}"]
-    command = [sys.executable, "-m", "flows.cli", "train", str(config), "--fresh", "--yes"]
+    command = [sys.executable, "-m", "flows.cli", "train", str(config)]
     command += [part for setting in settings for part in ("--set", setting)]
     console.print(f"$ relax-pipeline train {config.relative_to(Path.cwd())}\n")
     with subprocess.Popen(command) as training:

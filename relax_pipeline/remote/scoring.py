@@ -19,6 +19,9 @@ from relax_pipeline.types import Score, ScoreRequest
 _GRACE_SECONDS = 5.0
 """Beyond the time limit inside the worker, which cannot interrupt code that never returns to Python."""
 
+_BATCH = 16
+"""Completions in a call: enough that the call itself costs little."""
+
 _TIMED_OUT = Score(0.0, timed_out=True)
 
 
@@ -41,7 +44,7 @@ class _Job:
 
 
 class ScoringWorkers:
-    """Scores on `config.workers` processes: a call a completion, or a call a worker to an HTTP scorer."""
+    """Scores on `config.workers` processes, in batches; an HTTP scorer gets all that a worker has in one."""
 
     def __init__(self, config: RewardsConfig, *, startup_timeout: float) -> None:
         self._config, self._startup_timeout = config, startup_timeout
@@ -69,8 +72,13 @@ class ScoringWorkers:
             late = [call for call, (_, _, deadline) in running.items() if deadline <= time.monotonic()]
             for call in done or late:
                 host, job, _ = running.pop(call)
-                answers = host.result(call, timeout=_GRACE_SECONDS) if done else self._give_up(job)
-                columns[job.part].update(zip(job.indices, answers, strict=True))
+                if done:
+                    answers = host.result(call, timeout=_GRACE_SECONDS)
+                    columns[job.part].update(zip(job.indices, answers, strict=True))
+                elif len(job.indices) == 1 and not self._is_remote(job.part):
+                    columns[job.part][job.indices[0]] = _TIMED_OUT
+                else:
+                    waiting += self._one_by_one(job)
                 idle.append(host if done else self._replace(host))
         return [self._scorer.combine([column[index] for column in columns]) for index in range(len(requests))]
 
@@ -80,24 +88,32 @@ class ScoringWorkers:
             host.kill()
 
     def _jobs(self, count: int) -> list[_Job]:
-        """Split the work so that a completion that hangs holds up itself only."""
+        """Split the work into batches small enough to keep all workers busy."""
         jobs = []
         for number, part in enumerate(self._scorer.parts):
-            size, seconds = 1, self._config.time_limit_seconds + _GRACE_SECONDS
+            share = max(1, -(-count // len(self._hosts)))
+            size, seconds = min(share, _BATCH), self._config.time_limit_seconds + _GRACE_SECONDS
             if isinstance(part.scorer, RemoteScorer):
-                size = max(1, -(-count // len(self._hosts)))
-                seconds = self._startup_timeout + _worst_case_seconds(part.scorer)
+                size, seconds = share, self._startup_timeout + _worst_case_seconds(part.scorer)
             jobs += [_Job(number, range(start, min(start + size, count)), seconds) for start in range(0, count, size)]
         return jobs
 
-    def _give_up(self, job: _Job) -> list[Score]:
-        """Say what a job that missed its deadline is worth. A service that hangs is no verdict on the completions."""
+    def _one_by_one(self, job: _Job) -> list[_Job]:
+        """Split a batch that hung, to find the completion it hung on. A service that hangs is no verdict on any.
+
+        Raises:
+            RewardError: The job was for an HTTP scorer.
+        """
         scorer = self._scorer.parts[job.part].scorer
         if isinstance(scorer, RemoteScorer):
             raise RewardError(
                 f"{scorer.url} gave no answer for {len(job.indices)} samples within {job.seconds:g} s; is it up?"
             )
-        return [_TIMED_OUT] * len(job.indices)
+        seconds = self._config.time_limit_seconds + _GRACE_SECONDS
+        return [_Job(job.part, range(index, index + 1), seconds) for index in job.indices]
+
+    def _is_remote(self, part: int) -> bool:
+        return isinstance(self._scorer.parts[part].scorer, RemoteScorer)
 
     def _replace(self, host: Host) -> Host:
         host.kill()
