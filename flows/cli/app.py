@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 
 from cyclopts import App
 from rich.console import Console
@@ -32,8 +33,9 @@ app.command(models.published)
 
 def main() -> None:
     """Run the command line; an error that has an explanation is shown without a traceback."""
+    warnings.formatwarning = _format_warning
     try:
-        app()
+        app(sys.argv[1:])
     except RelaxError as error:
         if os.environ.get("RELAX_DEBUG"):
             raise
@@ -41,3 +43,10 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Return a warning as a person reads it: what, not where in our code."""
+    return f"warning: {message}\n"

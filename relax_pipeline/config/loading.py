@@ -80,7 +80,7 @@ def _explain(error: ValidationError, file: Path) -> str:
         elif problem["type"] == "missing":
             message = "required, and not set"
         elif problem["type"].startswith("union_tag"):
-            kinds = [_kind(section) for section in _sections_behind(sections, key.rpartition(".")[2])]
+            kinds = [kind for s in _sections_behind(sections, key.rpartition(".")[2]) if (kind := _kind(s))]
             found = f"unknown kind {problem['ctx']['tag']!r}; " if "tag" in problem["ctx"] else ""
             message = f"{found}set {key}.kind to {', '.join(kinds[:-1])} or {kinds[-1]}"
         elif problem["type"] != "value_error":

@@ -43,7 +43,7 @@ def run_values(tiny_model: Path, tmp_path: Path) -> dict[str, Any]:
         "output_dir": str(tmp_path / "runs"),
         "steps": 8,
         "model": {"path": str(tiny_model), "dtype": "float32"},
-        "lora": {"rank": 4},
+        "lora": {"rank": 4, "alpha": 8},
         "data": {"train": {"path": str(tmp_path / "train.jsonl")}},
         "evaluation": {"source": {"path": str(tmp_path / "heldout.jsonl")}, "every": 4},
         "rollout": {

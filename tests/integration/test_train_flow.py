@@ -144,3 +144,22 @@ def assert_same_logits(model: Path, base: Path, run: Path) -> None:
         merged = AutoModelForCausalLM.from_pretrained(model)(ids).logits
         adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)(ids).logits
     assert (merged - adapted).abs().max() < 1e-4
+
+
+def test_another_rank_or_base_is_refused_at_resume(
+    prefect_api: str, run_values: dict[str, Any], command: Start, tmp_path: Path
+) -> None:
+    from tiny_model import write_tiny_model
+
+    values = run_values | {"steps": 2}
+    wait(command("train", values))
+    other_base = {"path": str(write_tiny_model(tmp_path / "other", seed=1)), "dtype": "float32"}
+    for change, expected in (
+        ({"lora": {"rank": 8}}, "rank: checkpoint 4, this run 8; set lora.rank back"),
+        ({"model": other_base}, "model.path holds another model than the one trained"),
+    ):
+        refused = command("train", values | {"steps": 4} | change)
+        output, _ = refused.communicate(timeout=120)
+        assert refused.returncode == 1
+        assert expected in output
+        assert "Beginning flow run" not in output
