@@ -55,7 +55,9 @@ def kill_trainer(run: Path, training: subprocess.Popen[bytes]) -> int | None:
         if rows and rows[-1]["step"] >= KILL_AT_STEP:
             pid = json.loads((run / "processes.json").read_text())["trainer"][0]
             os.kill(pid, signal.SIGKILL)
-            console.print(f"\n[bold yellow]--- killed the trainer (process {pid}) in mid-run ---[/]\n")
+            console.print(
+                f"\n[bold yellow]--- killed the trainer (process {pid}) in mid-run: an error, then a resume ---[/]\n"
+            )
             return int(rows[-1]["step"])
     return None
 
@@ -74,8 +76,9 @@ def show_learning(run: Path, *, killed_at: int | None) -> None:
 
 def show_model(folder: Path) -> None:
     """Load the published model with plain transformers and ask it something."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - takes seconds, and only here
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging  # noqa: PLC0415 - takes seconds, only here
 
+    logging.disable_progress_bar()
     console.print(Rule("the published model, loaded with plain transformers"))
     console.print(f"model: {folder}")
     tokenizer = AutoTokenizer.from_pretrained(folder)

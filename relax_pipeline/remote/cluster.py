@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -31,7 +32,13 @@ def ray_cluster(config: ClusterConfig, *, namespace: str) -> Iterator[None]:
     os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         with _keep_signal_handlers():
-            ray.init(address=config.ray_address, namespace=namespace, log_to_driver=False, **_local_resources(config))
+            ray.init(
+                address=config.ray_address,
+                namespace=namespace,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                **_local_resources(config),
+            )
     except ConnectionError as error:
         raise ConfigError(
             f"cluster.ray_address {config.ray_address!r}: {error}; use local, or start the cluster first"

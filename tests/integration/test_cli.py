@@ -73,7 +73,9 @@ def test_plan_shows_sizes_and_settings(cli: Run, run_values: dict[str, Any]) -> 
         ("lora.target_modules", ["in_proj"], "'in_proj' (in_proj_qkv, in_proj_z, in_proj_b, in_proj_a) matches no"),
     ],
 )
-def test_wrong_settings_are_explained(cli: Run, run_values: dict[str, Any], key: str, value: Any, expected: str) -> None:
+def test_wrong_settings_are_explained(
+    cli: Run, run_values: dict[str, Any], key: str, value: object, expected: str
+) -> None:
     status, text = cli("train", values=changed(run_values, key, value))
     assert status == 1
     assert expected in text

@@ -30,7 +30,8 @@ def wait(process: subprocess.Popen[str]) -> str:
 
 
 def final_adapter(run: Path) -> bytes:
-    return (CheckpointStore(run / "checkpoints").committed()[-1].path / "adapter/adapter_model.safetensors").read_bytes()
+    newest = CheckpointStore(run / "checkpoints").committed()[-1]
+    return (newest.path / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
 def trained_prompts(run: Path) -> Counter[int]:
