@@ -10,7 +10,7 @@ from relax_pipeline.merge.deltas import Factors
 
 CHUNK_ELEMENTS = 1 << 18
 """1 MiB of float32: three such buffers stay in the cache of one core."""
-READ_CHUNKS = 16
+READ_CHUNKS = 4
 """Chunks read at once."""
 
 ReadRows = Callable[[int, int], torch.Tensor]
@@ -30,20 +30,24 @@ def fold_chunks(
     """
     num_rows, num_columns = shape
     step = max(1, CHUNK_ELEMENTS // max(1, num_columns))
-    buffer = torch.empty(min(step, num_rows), num_columns)
+    buffer, scratch = torch.empty(2, min(step, num_rows), num_columns)
     for first in range(0, num_rows, step * READ_CHUNKS):
         start = first
         rows = read_rows(first, min(first + step * READ_CHUNKS, num_rows))
         for old in torch.split(rows, step):
             new = buffer[: len(old)].copy_(old)
             for factor in factors:
-                add_delta(new, start, factor, num_rows)
+                add_delta(new, start, factor, num_rows, scratch)
             start += len(old)
             yield old, new
 
 
-def add_delta(rows: torch.Tensor, first_row: int, factors: Factors, num_rows: int) -> None:
-    """Add scaling * left @ right to the rows [first_row:first_row+len(rows)] of a matrix, in place."""
+def add_delta(rows: torch.Tensor, first_row: int, factors: Factors, num_rows: int, scratch: torch.Tensor) -> None:
+    """Add scaling * left @ right to the rows [first_row:first_row+len(rows)] of a matrix, in place.
+
+    Memory that is new for each chunk costs more than the arithmetic, so the product goes into `scratch`, which holds
+    at least as many values as the rows.
+    """
     start, stop, step = factors.rows.indices(num_rows)
     last_row = min(first_row + len(rows), stop)
     low = max(0, -((start - first_row) // step))
@@ -51,7 +55,8 @@ def add_delta(rows: torch.Tensor, first_row: int, factors: Factors, num_rows: in
     if low == high:
         return
     target = rows[start + low * step - first_row : last_row - first_row : step, factors.columns]
-    target.add_(factors.left[low:high] @ factors.right, alpha=factors.scaling)
+    product = scratch.view(-1)[: target.numel()].view(target.shape)
+    target.add_(torch.mm(factors.left[low:high], factors.right, out=product), alpha=factors.scaling)
     if factors.magnitude is not None:
         norms = torch.linalg.vector_norm(target, dim=1)
         target.mul_((factors.magnitude[low:high] / norms).unsqueeze(1))

@@ -14,10 +14,10 @@ from relax_pipeline.errors import MergeError
 from relax_pipeline.merge.compute import fold_chunks
 from relax_pipeline.merge.deltas import Delta, load_factors
 from relax_pipeline.merge.quantization.requantise import requantise
-from relax_pipeline.merge.quantization.values import row_reader
+from relax_pipeline.merge.quantization.values import open_rows
 from relax_pipeline.merge.weights import Weight
 from relax_pipeline.safetensors_io.header import ITEM_BYTES, TensorInfo
-from relax_pipeline.safetensors_io.read import TORCH_DTYPES, read_bytes
+from relax_pipeline.safetensors_io.read import TORCH_DTYPES, FileReader, read_tensor
 
 COPY_BYTES = 1 << 22
 Part = Literal["copy", "values", "codes", "scale", "zero_point", "replacement"]
@@ -58,7 +58,7 @@ class Moved:
 
 
 def produce(output: Output, adapter: Mapping[str, torch.Tensor], moved: Moved) -> Iterator[torch.Tensor]:
-    """Yield the bytes of one output tensor, in order, as uint8 chunks.
+    """Yield the bytes of one output tensor, in order, as uint8 chunks, each good until the next one is asked for.
 
     Args:
         output: What to make.
@@ -99,8 +99,9 @@ def check_finite(values: torch.Tensor, name: str) -> None:
 def _copy(info: TensorInfo) -> Iterator[torch.Tensor]:
     dtype, item = TORCH_DTYPES[info.dtype], ITEM_BYTES[info.dtype]
     step = COPY_BYTES // item * item
-    for start in range(0, info.num_bytes, step):
-        yield read_bytes(info.file, info.offset + start, min(step, info.num_bytes - start)).view(dtype)
+    with FileReader(info.file) as reader:
+        for start in range(0, info.num_bytes, step):
+            yield reader.read(info.offset + start, min(step, info.num_bytes - start)).view(dtype)
 
 
 def _folded(
@@ -109,14 +110,17 @@ def _folded(
     """Yield (base values, new values in float32) of one matrix, in row chunks."""
     _, num_rows, num_columns = output.source.matrices
     factors = [part for delta in output.deltas if (part := load_factors(delta, adapter, matrix)) is not None]
-    return fold_chunks(row_reader(output.source, matrix), shape=(num_rows, num_columns), factors=factors)
+    with open_rows(output.source, matrix) as read:
+        yield from fold_chunks(read, shape=(num_rows, num_columns), factors=factors)
 
 
 def _values(output: Output, adapter: Mapping[str, torch.Tensor], moved: Moved) -> Iterator[torch.Tensor]:
     dtype = TORCH_DTYPES[output.info.dtype]
+    buffer = torch.empty(0, dtype=dtype)
     for matrix in range(output.source.matrices[0]):
         for old, new in _folded(output, adapter, matrix):
-            rounded = new.to(dtype)
+            buffer = torch.empty_like(new, dtype=dtype) if len(buffer) < len(new) else buffer
+            rounded = buffer[: len(new)].copy_(new)
             if output.deltas:
                 moved.count += count_different(old.to(dtype), rounded)
             yield rounded
@@ -124,12 +128,12 @@ def _values(output: Output, adapter: Mapping[str, torch.Tensor], moved: Moved) -
 
 def _requantised(output: Output, adapter: Mapping[str, torch.Tensor], moved: Moved) -> Iterator[torch.Tensor]:
     for matrix in range(output.source.matrices[0]):
-        new = torch.cat([rows.clone() for _, rows in _folded(output, adapter, matrix)])
+        chunks = [(old, rows.clone()) for old, rows in _folded(output, adapter, matrix)]
+        new = torch.cat([rows for _, rows in chunks])
         check_finite(new, output.info.name)
         quantized = requantise(new, output.source, matrix)
         if output.part == "codes":
-            _, num_rows, _ = output.source.matrices
-            moved.count += count_different(row_reader(output.source, matrix)(0, num_rows), quantized.values)
+            moved.count += count_different(torch.cat([old for old, _ in chunks]), quantized.values)
             yield quantized.codes
         elif output.part == "scale":
             yield quantized.scale
@@ -142,8 +146,7 @@ def _replace(output: Output, adapter: Mapping[str, torch.Tensor], moved: Moved) 
     dtype = TORCH_DTYPES[output.info.dtype]
     new = adapter[output.replacement].to(dtype)
     if output.source.scheme is None:
-        old = torch.cat([chunk.view(-1) for chunk in _copy(output.original)])
-        moved.count += count_different(old, new.reshape(-1))
+        moved.count += count_different(read_tensor(output.original), new)
     else:
         moved.count += new.numel()
     yield new

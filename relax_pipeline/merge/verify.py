@@ -14,7 +14,7 @@ from relax_pipeline.merge.deltas import Factors, load_factors
 from relax_pipeline.merge.outputs import Output
 from relax_pipeline.merge.plan import MergePlan
 from relax_pipeline.merge.pool import shard_pool
-from relax_pipeline.merge.quantization.values import rounding_step, row_reader
+from relax_pipeline.merge.quantization.values import open_rows, rounding_step
 from relax_pipeline.merge.shards import Shard
 from relax_pipeline.merge.weights import Weight
 from relax_pipeline.safetensors_io.header import TensorInfo, read_header
@@ -68,14 +68,14 @@ def _verify_weight(output: Output, written: Mapping[str, TensorInfo], adapter: M
     result = _written_weight(output, written)
     checked = 0
     for matrix in _sample(output.info.name, num_matrices, SAMPLED_MATRICES):
-        old, new = row_reader(output.source, matrix), row_reader(result, matrix)
         factors = [part for delta in output.deltas if (part := load_factors(delta, adapter, matrix)) is not None]
-        for row in _sample(f"{output.info.name}/{matrix}", num_rows, SAMPLED_ROWS):
-            expected, magnitude = expected_row(old(row, row + 1)[0], factors, row=row, num_rows=num_rows)
-            tolerance = rounding_step(result, matrix, row, expected) + FLOAT32_SLACK * magnitude
-            if not bool(((new(row, row + 1)[0].double() - expected).abs() <= tolerance).all()):
-                raise MergeError(f"{output.info.name}: row {row} of matrix {matrix} is not base + adapter on disk")
-            checked += 1
+        with open_rows(output.source, matrix) as old, open_rows(result, matrix) as new:
+            for row in _sample(f"{output.info.name}/{matrix}", num_rows, SAMPLED_ROWS):
+                expected, magnitude = expected_row(old(row, row + 1)[0], factors, row=row, num_rows=num_rows)
+                tolerance = rounding_step(result, matrix, row, expected) + FLOAT32_SLACK * magnitude
+                if not bool(((new(row, row + 1)[0].double() - expected).abs() <= tolerance).all()):
+                    raise MergeError(f"{output.info.name}: row {row} of matrix {matrix} is not base + adapter on disk")
+                checked += 1
     return checked
 
 

@@ -18,29 +18,56 @@ TORCH_DTYPES = {
 }  # fmt: skip
 
 
+class FileReader:
+    """One open file, read piece by piece into one buffer."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._stream = file.open("rb", buffering=0)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def read(self, offset: int, length: int) -> torch.Tensor:
+        """Return `length` bytes from `offset` on, as uint8, in a buffer that the next call fills again.
+
+        Raises:
+            ModelError: The file ends before that.
+        """
+        if len(self._buffer) < length:
+            self._buffer = torch.empty(length, dtype=torch.uint8)
+        data = self._buffer[:length]
+        view, done = memoryview(data.numpy()), 0
+        self._stream.seek(offset)
+        while done < length:
+            count = self._stream.readinto(view[done:])
+            if not count:
+                raise ModelError(
+                    f"{self._file} ends at byte {offset + done}, expected {offset + length}: it was changed"
+                )
+            done += count
+        return data
+
+
 def read_bytes(file: Path, offset: int, length: int) -> torch.Tensor:
     """Return `length` bytes from `offset` on, as uint8.
 
     Raises:
         ModelError: The file ends before that.
     """
-    data = torch.empty(length, dtype=torch.uint8)
-    view, done = memoryview(data.numpy()), 0
-    with file.open("rb", buffering=0) as stream:
-        stream.seek(offset)
-        while done < length:
-            count = stream.readinto(view[done:])
-            if not count:
-                raise ModelError(f"{file} ends at byte {offset + done}, expected {offset + length}: it was changed")
-            done += count
-    return data
+    with FileReader(file) as reader:
+        return reader.read(offset, length)
 
 
-def read_rows(info: TensorInfo, start: int, stop: int) -> torch.Tensor:
-    """Return [start:stop] along the first dimension, in the tensor's dtype."""
+def read_rows(reader: FileReader, info: TensorInfo, start: int, stop: int) -> torch.Tensor:
+    """Return [start:stop] along the first dimension, in the tensor's dtype and in the reader's buffer."""
     row_shape = info.shape[1:]
     row_bytes = math.prod(row_shape) * ITEM_BYTES[info.dtype]
-    data = read_bytes(info.file, info.offset + start * row_bytes, (stop - start) * row_bytes)
+    data = reader.read(info.offset + start * row_bytes, (stop - start) * row_bytes)
     return data.view(TORCH_DTYPES[info.dtype]).reshape(stop - start, *row_shape)
 
 

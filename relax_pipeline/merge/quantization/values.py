@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -10,28 +13,32 @@ from relax_pipeline.merge.compute import ReadRows
 from relax_pipeline.merge.quantization.int4 import unpack_int4
 from relax_pipeline.merge.weights import Scheme, Weight
 from relax_pipeline.safetensors_io.header import TensorInfo
-from relax_pipeline.safetensors_io.read import TORCH_DTYPES, read_rows, read_tensor
+from relax_pipeline.safetensors_io.read import TORCH_DTYPES, FileReader, read_rows, read_tensor
 
 
-def row_reader(weight: Weight, matrix: int) -> ReadRows:
-    """Return a function that reads rows of one matrix of a weight: as stored, or dequantised to float32."""
+@contextmanager
+def open_rows(weight: Weight, matrix: int) -> Iterator[ReadRows]:
+    """Yield a function that reads rows of one matrix of a weight: as stored, or dequantised to float32.
+
+    Plain rows lie in a buffer that the next call fills again.
+    """
     _, num_rows, num_columns = weight.matrices
-    first, scheme = matrix * num_rows, weight.scheme
-    if scheme is None:
-        return lambda start, stop: _read_flat(weight.tensor, num_columns, first + start, first + stop)
-    scale = read_scale(weight, scheme, matrix).float()
-    zero_point = read_zero_point(scheme, scale.shape[0])
+    first, scheme, codes = matrix * num_rows, weight.scheme, _flat(weight.tensor)
+    with FileReader(weight.tensor.file) as reader:
+        if scheme is None:
+            yield lambda start, stop: read_rows(reader, codes, first + start, first + stop)
+            return
+        scale = read_scale(weight, scheme, matrix).float()
+        zero_point = read_zero_point(scheme, scale.shape[0])
 
-    def read(start: int, stop: int) -> torch.Tensor:
-        if scheme.format == "int4":
-            codes = unpack_int4(read_rows(weight.tensor, start, stop), num_columns).float()
-        else:
-            codes = _read_flat(weight.tensor, num_columns, first + start, first + stop).float()
-        if zero_point is not None:
-            codes -= expand_blocks(zero_point, scheme.block, range(start, stop), num_columns)
-        return codes * expand_blocks(scale, scheme.block, range(start, stop), num_columns)
+        def read(start: int, stop: int) -> torch.Tensor:
+            stored = read_rows(reader, codes, first + start, first + stop)
+            values = unpack_int4(stored, num_columns).float() if scheme.format == "int4" else stored.float()
+            if zero_point is not None:
+                values -= expand_blocks(zero_point, scheme.block, range(start, stop), num_columns)
+            return values * expand_blocks(scale, scheme.block, range(start, stop), num_columns)
 
-    return read
+        yield read
 
 
 def expand_blocks(grid: torch.Tensor, block: tuple[int, int], rows: range, num_columns: int) -> torch.Tensor:
@@ -76,8 +83,6 @@ def rounding_step(weight: Weight, matrix: int, row: int, values: torch.Tensor) -
     return (values.abs() + scale * info.smallest_normal) * info.eps / 2 + scale_rounding
 
 
-def _read_flat(info: TensorInfo, num_columns: int, start: int, stop: int) -> torch.Tensor:
-    flat = TensorInfo(
-        info.name, info.dtype, (math.prod(info.shape) // num_columns, num_columns), info.offset, info.file
-    )
-    return read_rows(flat, start, stop)
+def _flat(info: TensorInfo) -> TensorInfo:
+    """Return a tensor as [rows of all matrices, columns]."""
+    return replace(info, shape=(math.prod(info.shape[:-1]), info.shape[-1]))
