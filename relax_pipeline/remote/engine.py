@@ -23,7 +23,7 @@ class RemoteEngine:
         build: Callable[[], Engine],
         *,
         name: str,
-        num_threads: int,
+        num_threads: int | None,
         num_gpus: float,
         control_timeout: float,
         generate_timeout: float,

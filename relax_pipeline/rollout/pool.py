@@ -13,6 +13,8 @@ from relax_pipeline.errors import EngineError
 from relax_pipeline.rollout.base import Engine, EngineInfo
 from relax_pipeline.types import Completion, GenerateRequest
 
+NOT_SYNCED = "has not been synced yet"
+
 
 @dataclass(slots=True)
 class Slot:
@@ -22,8 +24,8 @@ class Slot:
     engine: Engine
     info: EngineInfo
     restarts_left: int
-    failure: str | None = None
-    """Why the engine is quarantined: it serves nothing until it is replaced or synced again."""
+    failure: str | None = NOT_SYNCED
+    """Why the engine is quarantined: it serves nothing until it is synced, or replaced and synced."""
 
 
 class EnginePool:
@@ -47,20 +49,32 @@ class EnginePool:
         """Return the slots whose engine may serve."""
         return [slot for slot in self.slots if slot.failure is None]
 
+    def running(self) -> list[Slot]:
+        """Return the slots whose engine runs, whether it may serve yet or not."""
+        return [slot for slot in self.slots if slot.failure in (None, NOT_SYNCED)]
+
+    def admit(self, slot: Slot) -> None:
+        """Let a new engine serve, now that it is synced."""
+        if slot.failure == NOT_SYNCED:
+            slot.failure = None
+
     def quarantine(self, slot: Slot, reason: str) -> None:
         """Take an engine out of service."""
         slot.failure = reason
 
-    def replace(self, slot: Slot) -> None:
-        """Start a new engine in a quarantined slot; it still has to be synced.
-
-        Raises:
-            EngineError: It does not start.
-        """
-        slot.restarts_left -= 1
-        slot.engine.close()
-        slot.engine = self._spawn(slot.index)
-        slot.info = slot.engine.info()
+    def replace_lost(self) -> None:
+        """Start new engines, side by side, in the slots that lost theirs and have restarts left."""
+        lost = [s for s in self.slots if s.failure not in (None, NOT_SYNCED) and s.restarts_left > 0]
+        for slot in lost:
+            slot.restarts_left -= 1
+            slot.engine.close()
+            slot.engine = self._spawn(slot.index)
+        for slot in lost:
+            try:
+                slot.info = slot.engine.info()
+                slot.failure = NOT_SYNCED
+            except EngineError as error:
+                slot.failure = str(error)
 
     def generate(
         self, requests: Sequence[GenerateRequest], *, version: int | None, heal: Callable[[], None]

@@ -58,7 +58,7 @@ class WeightSync:
             if self._config.verify and report.version not in self._expected:
                 with _timed(report.seconds, "verify"):
                     self._expected[report.version] = self._trainer_probe()
-            self._replace_quarantined()
+            self._pool.replace_lost()
             with self._pool.drained() if self._config.mode == "merge" else nullcontext():
                 self._bring_up(report)
                 self._pool.serving_version = report.version
@@ -72,7 +72,7 @@ class WeightSync:
             SyncError: No engine could be brought back.
         """
         with self._lock:
-            self._replace_quarantined()
+            self._pool.replace_lost()
             self._bring_up(SyncReport(self._pool.serving_version, self._config.mode))
 
     def check_bases(self) -> None:
@@ -81,7 +81,7 @@ class WeightSync:
         Raises:
             SyncError: An engine serves another base than the one trained on.
         """
-        for slot in self._pool.ready():
+        for slot in self._pool.running():
             check_base(slot.info, self._base_digest)
 
     def _export(self, version: int) -> None:
@@ -93,20 +93,10 @@ class WeightSync:
             self._shipments = [export_merged(self._trainer, buffer_bytes=self._config.buffer_bytes)]
             self._expected.clear()
 
-    def _replace_quarantined(self) -> None:
-        for slot in self._pool.slots:
-            if slot.failure is None or slot.restarts_left == 0:
-                continue
-            try:
-                self._pool.replace(slot)
-                slot.failure = None
-            except EngineError as error:
-                slot.failure = str(error)
-
     def _bring_up(self, report: SyncReport) -> None:
-        """Send, activate and verify all versions in use on all ready engines at once; quarantine those that fail."""
+        """Send, activate and verify all versions in use on all running engines at once; quarantine those that fail."""
         with ThreadPoolExecutor(len(self._pool.slots)) as threads:
-            parts = list(threads.map(self._bring_up_engine, self._pool.ready()))
+            parts = list(threads.map(self._bring_up_engine, self._pool.running()))
         for part in parts:
             report.include(part)
         report.engines = [slot.info.engine_id for slot in self._pool.ready()]
@@ -135,6 +125,7 @@ class WeightSync:
                     with _timed(report.seconds, "verify"):
                         self._verify_probe(slot, shipment.info.version, report)
                 held[shipment.info.version] = ack.digest
+            self._pool.admit(slot)
         except (EngineError, SyncError) as error:
             self._pool.quarantine(slot, str(error))
         return report

@@ -230,6 +230,17 @@ def test_replacement_with_another_base_is_refused(world: Callable[..., World], t
     assert "engine-0 loaded a base with digest" in report.quarantined["0"]
 
 
+def test_engine_serves_nothing_before_it_is_synced(world: Callable[..., World]) -> None:
+    pair = world()
+    assert pair.pool.ready() == []
+    pair.sync.sync()
+    assert len(pair.pool.ready()) == 2
+    pair.pool.quarantine(pair.pool.slots[0], "lost")
+    pair.pool.replace_lost()
+    assert [slot.index for slot in pair.pool.ready()] == [1]
+    assert {completion.engine_id for completion in pair.generate()} == {"engine-1"}
+
+
 def test_no_engine_left_lists_why(world: Callable[..., World]) -> None:
     message = r"^no engine holds policy version 0: engine 0 \(0 restarts left\): burnt 0; engine 1 \(0 .*\): burnt 1$"
     pair = world(restarts=0)

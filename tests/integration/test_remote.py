@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from hosted import Misbehaving
 
 from relax_pipeline.errors import AdapterError, EngineError, RelaxError, TrainerError, UnknownVersionError
 from relax_pipeline.remote.cluster import num_cpus, num_gpus
+from relax_pipeline.remote.engine import RemoteEngine
 from relax_pipeline.remote.host import Host, put
 from relax_pipeline.remote.trainer import RemoteTrainer
 
@@ -83,6 +85,22 @@ def test_deadline_ends_the_process(start: Callable[..., Host]) -> None:
 
 def test_placed_value_arrives_as_the_value(start: Callable[..., Host]) -> None:
     assert start().call("echo", put([1, 2]), timeout=30) == [1, 2]
+
+
+def test_deadline_of_an_engine_counts_from_when_it_is_free() -> None:
+    engine = RemoteEngine(
+        Misbehaving,  # type: ignore[arg-type]
+        name="engine 3",
+        num_threads=None,
+        num_gpus=0,
+        control_timeout=30,
+        generate_timeout=30,
+    )
+    engine.pid()
+    engine._control_timeout = 2.5
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(lambda seconds: engine.control("wait", seconds), [1.0] * 4)) == ["done"] * 4
+    engine.close()
 
 
 @pytest.fixture
