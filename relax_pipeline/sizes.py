@@ -40,9 +40,11 @@ def measure_model(config: RunConfig) -> ModelSizes:
 
     Raises:
         ModelError: The folder holds no model that can be loaded.
-        ConfigError: A target matches no module, or adapter mode would adapt a vision or audio part.
+        ConfigError: A target matches no module, adapter mode would adapt a vision or audio part, or sequences may
+            become longer than the model can read.
     """
     model = _empty_model(config)
+    _check_lengths(config, getattr(model.config, "max_position_embeddings", None))
     state = base_state(model)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     adapted = [linears[name] for name in resolve_targets(linears, config.lora)] if config.lora.enabled else []
@@ -81,4 +83,17 @@ def _check_modalities(described: Any, config: RunConfig) -> None:
         raise ConfigError(
             f"the base declares {' and '.join(parts)}, and engines load adapters for its language part only: "
             "set lora.scope to language, or sync.mode to merge"
+        )
+
+
+def _check_lengths(config: RunConfig, max_positions: int | None) -> None:
+    """Refuse lengths the model was not made for: it would answer, and wrongly, without a word."""
+    prompt = config.data.max_prompt_tokens
+    longest = config.rollout.max_new_tokens
+    if config.evaluation and config.evaluation.max_new_tokens:
+        longest = max(longest, config.evaluation.max_new_tokens)
+    if max_positions is not None and prompt + longest > max_positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens {prompt} and {longest} new tokens exceed the {max_positions} positions of the "
+            f"model; lower data.max_prompt_tokens to {max(1, max_positions - longest)}, or the new tokens"
         )
