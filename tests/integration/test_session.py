@@ -134,6 +134,7 @@ class Run:
                 seed=config.seed,
             ),
             evaluation=Evaluation([dataset.prompt(index) for index in range(3)], 1, SamplingParams(6, temperature=0)),
+            processes=dict,
         )
 
     def steps(self, first: int, last: int) -> list[dict[str, float]]:
