@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -80,10 +79,9 @@ def open_session(config: RunConfig, *, engine: EngineFactory | None = None) -> I
             sampler=sampler,
             collector=partial(_make_collector, config, dataset, sampler, _sampling(config, tokenizer)),
             evaluation=_evaluation(config, tokenizer),
+            processes=partial(_processes, trainer.pids(), pool),
         )
         stack.callback(session.close)
-        processes = {"flow": os.getpid(), "trainer": trainer.pids(), "engines": _engine_pids(pool)}
-        write_atomic(folder / "processes.json", json.dumps(processes) + "\n")
         yield session
 
 
@@ -97,6 +95,10 @@ def _make_sync(config: RunConfig, trainer: Trainer, pool: EnginePool, dataset: P
         probe=probe,
         keep_versions=config.rollout.staleness + 2,
     )
+
+
+def _processes(trainer_pids: list[int], pool: EnginePool) -> dict[str, Any]:
+    return {"flow": os.getpid(), "trainer": trainer_pids, "engines": [slot.info.pid for slot in pool.slots]}
 
 
 def _make_collector(
@@ -137,10 +139,6 @@ def _start_engines(config: RunConfig, factory: EngineFactory) -> EnginePool:
         )
 
     return EnginePool(spawn, replicas=engine.replicas, restarts=engine.restarts, chunk_size=engine.batch_size)
-
-
-def _engine_pids(pool: EnginePool) -> list[int]:
-    return [slot.engine.pid() for slot in pool.slots if isinstance(slot.engine, RemoteEngine)]
 
 
 def _threads(config: RunConfig) -> int:

@@ -80,10 +80,6 @@ class RemoteEngine:
         """End the engine's process."""
         self._host.kill()
 
-    def pid(self) -> int:
-        """Return the engine's process id."""
-        return self._host.pid(timeout=self._control_timeout)
-
     def control(self, method: str, *args: Any) -> Any:
         """Call a method outside the Protocol, e.g. a test engine's `break_with`."""
         return self._control(method, *args)

@@ -27,6 +27,8 @@ class EngineInfo:
     engine_id: str
     incarnation: str
     """Changes at every start: whatever was synced to an earlier incarnation is gone."""
+    pid: int
+    """Process that serves."""
     base_tensors_digest: str
     """Of the tensors it loaded from the model folder, in the dtype it serves."""
     leaf_modules: tuple[str, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -45,6 +46,7 @@ class HfEngine:
         self._info = EngineInfo(
             engine_id=engine_id,
             incarnation=uuid.uuid4().hex[:12],
+            pid=os.getpid(),
             base_tensors_digest=tensors_digest(base_state(self._model)),
             leaf_modules=linear_leaf_names(self._model),
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -66,6 +68,7 @@ class TrainingSession:
         sampler: Sampler,
         collector: Callable[[DataPosition], Collector],
         evaluation: Evaluation | None,
+        processes: Callable[[], dict[str, Any]],
     ) -> None:
         self.config = config
         self.metrics = StepLog(run_folder / "metrics.jsonl")
@@ -74,6 +77,7 @@ class TrainingSession:
         self.checkpoints = CheckpointStore(run_folder / "checkpoints")
         self._identity, self._trainer, self._sync = identity, trainer, sync
         self._sampler, self._make_collector, self._evaluation = sampler, collector, evaluation
+        self._processes, self._processes_file = processes, run_folder / "processes.json"
         self._collector: Collector | None = None
         self._position = DataPosition()
         self._rollout: Rollout | None = None
@@ -109,6 +113,8 @@ class TrainingSession:
         """Bring the engines to the trainer's policy and check that they run it."""
         started = time.perf_counter()
         report = self._sync.sync()
+        # Engines are replaced while a run goes on; whoever looks after it finds the ones that live.
+        self._processes_file.write_text(json.dumps(self._processes()) + "\n")
         self._row |= report.metrics() | {"seconds/sync": time.perf_counter() - started}
         return report
 

@@ -96,7 +96,7 @@ def test_deadline_of_an_engine_counts_from_when_it_is_free() -> None:
         control_timeout=30,
         generate_timeout=30,
     )
-    engine.pid()
+    engine.info()
     engine._control_timeout = 2.5
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(lambda seconds: engine.control("wait", seconds), [1.0] * 4)) == ["done"] * 4

@@ -49,10 +49,16 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 
 def kill(run: Path, victim: str, process: subprocess.Popen[str]) -> None:
-    """SIGKILL the trainer, an engine, or the process of the flow."""
-    processes = json.loads((run / "processes.json").read_text())
-    pid = {"trainer": processes["trainer"][0], "engine": processes["engines"][0], "flow": process.pid}[victim]
-    os.kill(pid, signal.SIGKILL)
+    """SIGKILL the trainer, an engine, or the process of the flow, as soon as it is there to be killed."""
+    while process.poll() is None:
+        processes = json.loads((run / "processes.json").read_text() or "{}")
+        if processes.get("flow") == process.pid:
+            pid = {"trainer": processes["trainer"][0], "engine": processes["engines"][0], "flow": process.pid}[victim]
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"training ended before the {victim} could be killed: {process.communicate()[0]}")
 
 
 def is_alive(pid: int) -> bool:
