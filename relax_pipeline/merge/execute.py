@@ -101,7 +101,8 @@ def write_shard(
     moved: dict[str, tuple[int, int]] = {}
     digest = hashlib.sha256(shard.header.raw)
     with file.open("wb") as stream:
-        os.posix_fallocate(stream.fileno(), 0, shard.num_bytes)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(stream.fileno(), 0, shard.num_bytes)
         stream.write(shard.header.raw)
         wrote(len(shard.header.raw))
         for output in shard.outputs:

@@ -3,57 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 from relax_pipeline.errors import MergeError
 from relax_pipeline.merge.deltas import Delta
-from relax_pipeline.merge.layout import (
-    IN_OUT_IN_MEMORY,
-    PROJECTIONS,
-    Projection,
-    gate_up_rows,
-    packed_experts_transposed,
-)
-from relax_pipeline.merge.names import EXPERT, EXPERT_LEAVES, aliases
+from relax_pipeline.merge.expert_weights import ExpertWeights, find_experts
+from relax_pipeline.merge.layout import IN_OUT_IN_MEMORY, PROJECTIONS, Projection, gate_up_rows
+from relax_pipeline.merge.names import EXPERT, EXPERT_LEAVES
 from relax_pipeline.merge.pairing import Pairing, Parts, Sides, no_target, refuse_dora
-from relax_pipeline.merge.weights import Weight
 
 PACKED_MODULE = re.compile(r"(?P<parent>.+\.experts)\.(?P<leaf>gate_up_proj|gate_proj|up_proj|down_proj)")
 FLAT_MODULE = re.compile(r"(?P<parent>.+\.experts)(\.base_layer)*")
-
-
-@dataclass(frozen=True)
-class ExpertWeights:
-    """How the base stores the experts of one layer."""
-
-    parent: str
-    packed: Mapping[Projection, Weight]
-    """Leaf to 3-D weight."""
-    apart: Mapping[Projection, tuple[Weight, ...]]
-    """Leaf to one 2-D weight an expert."""
-    transposed: bool
-    """Packed ones are stored [experts, in, out]."""
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of the layer."""
-        packed = [weight.shape[0] for weight in self.packed.values()]
-        return packed[0] if packed else len(next(iter(self.apart.values())))
-
-    def features(self, projection: Projection) -> tuple[int, int] | None:
-        """Return (in, out) of a projection, or None where the base has no such thing."""
-        if projection in self.apart:
-            rows, columns = self.apart[projection][0].shape
-            return columns, rows
-        if projection in self.packed:
-            _, rows, columns = self.packed[projection].shape
-            return (rows, columns) if self.transposed else (columns, rows)
-        if projection == "gate_up_proj":
-            gate, up = self.features("gate_proj"), self.features("up_proj")
-            return (gate[0], gate[1] + up[1]) if gate and up else None
-        fused = self.packed.get("gate_up_proj") and self.features("gate_up_proj")
-        return (fused[0], fused[1] // 2) if fused and projection != "down_proj" else None
 
 
 def pair_experts(module: str, parts: Parts, sides: Sides) -> Pairing | None:
@@ -70,7 +31,7 @@ def pair_experts(module: str, parts: Parts, sides: Sides) -> Pairing | None:
     if match is None:
         return None
     refuse_dora(module, parts)
-    weights = _find_experts(match["parent"], sides)
+    weights = find_experts(match["parent"], sides)
     if weights is None:
         raise no_target(module)
     template = Delta(module, parts["A"], parts["B"], 0.0, num_experts=weights.num_experts)
@@ -84,28 +45,6 @@ def pair_experts(module: str, parts: Parts, sides: Sides) -> Pairing | None:
     projection, swapped = _flat_projection(module, parts, sides, weights)
     name = f"{match['parent']}.{projection}"
     return _pair(name, projection, replace(template, stacking="flat", swapped=swapped), sides, weights)
-
-
-def _find_experts(parent: str, sides: Sides) -> ExpertWeights | None:
-    for name in aliases(parent):
-        packed = {leaf: weight for leaf in PROJECTIONS if (weight := sides.weights.get(f"{name}.{leaf}"))}
-        apart = {leaf: found for leaf in PROJECTIONS if (found := _experts_apart(name, leaf, sides))}
-        if packed:
-            shapes = {leaf: weight.shape for leaf, weight in packed.items()}
-            return ExpertWeights(name, packed, {}, packed_experts_transposed(sides.base, name, shapes))
-        if apart:
-            return ExpertWeights(name, {}, apart, transposed=False)
-    return None
-
-
-def _experts_apart(parent: str, leaf: str, sides: Sides) -> tuple[Weight, ...]:
-    spellings = (leaf, dict(EXPERT_LEAVES).get(leaf, leaf))
-    found: list[Weight] = []
-    while (
-        name := next((n for s in spellings if (n := f"{parent}.{len(found)}.{s}") in sides.weights), None)
-    ) is not None:
-        found.append(sides.weights[name])
-    return tuple(found)
 
 
 def _projection(leaf: str) -> Projection:
@@ -198,5 +137,4 @@ def _place(delta: Delta, projection: Projection, sides: Sides, weights: ExpertWe
 
 def _half_rows(sides: Sides, weights: ExpertWeights) -> tuple[slice, slice]:
     features = weights.features("gate_up_proj")
-    half = features[1] // 2 if features else 0
-    return gate_up_rows(sides.base, "gate", half), gate_up_rows(sides.base, "up", half)
+    return gate_up_rows(sides.base, features[1] // 2 if features else 0)

@@ -43,6 +43,11 @@ def copy_other_files(base: Base, folder: Path, rewritten: Mapping[str, str]) -> 
     return count
 
 
+def other_bytes(base: Base) -> int:
+    """Return the size of all other files."""
+    return sum((base.folder / path).stat().st_size for path in other_files(base))
+
+
 def unmerged_weight_files(base: Base) -> tuple[str, ...]:
     """Return weight files that are copied without the adapter, such as a second copy of the model for another tool."""
     return tuple(str(path) for path in other_files(base) if path.suffix in WEIGHT_SUFFIXES)

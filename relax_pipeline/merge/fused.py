@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from itertools import accumulate
 
 from relax_pipeline.merge.deltas import Delta
-from relax_pipeline.merge.layout import gate_up_rows, qkv_rows
+from relax_pipeline.merge.layout import gate_up_rows, part_rows
 from relax_pipeline.merge.names import find_name
 from relax_pipeline.merge.pairing import Pairing, Parts, Sides, checked_rank, refuse_dora, shape_error
 
@@ -17,8 +17,6 @@ FUSED = {
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 """Leaf to what it concatenates along the outputs, as engines name them."""
-GateUp = Literal["gate", "up"]
-QKV = Literal["q", "k", "v"]
 
 
 def pair_fused(module: str, parts: Parts, sides: Sides) -> Pairing | None:
@@ -54,34 +52,22 @@ def _over_parts(parent: str, leaf: str, parts: Parts, sides: Sides) -> dict[str,
     if B[0] != sum(size[0] for size in sizes) or any(size[1] != A[-1] for size in sizes):
         raise shape_error(f"{parent}.{leaf}", A, B, sides.weights[targets[0]])
     if leaf == "gate_up_proj":
-        half = sizes[0][0]
-        return {
-            targets[0]: (gate_up_rows(sides.base, "gate", half), None),
-            targets[1]: (gate_up_rows(sides.base, "up", half), None),
-        }
-    starts = [sum(size[0] for size in sizes[:index]) for index in range(len(sizes))]
-    return {
-        target: (slice(start, start + size[0]), None)
-        for target, start, size in zip(targets, starts, sizes, strict=True)
-    }
+        cuts = list(gate_up_rows(sides.base, sizes[0][0]))
+    else:
+        ends = list(accumulate(size[0] for size in sizes))
+        cuts = [slice(end - size[0], end) for end, size in zip(ends, sizes, strict=True)]
+    return {target: (cut, None) for target, cut in zip(targets, cuts, strict=True)}
 
 
 def _into_fused(parent: str, leaf: str, parts: Parts, sides: Sides) -> dict[str, Rows] | None:
     """The base is fused, the adapter has a part: find the part's rows."""
-    fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}.get(leaf)
-    fused = fused or {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}.get(leaf)
+    fused = next((name for name in ("qkv_proj", "gate_up_proj") if leaf in FUSED[name]), None)
     target = find_name(f"{parent}.{fused}", sides.weights) if fused else None
     if target is None:
         return None
     weight = sides.weights[target]
-    kinds: dict[str, GateUp] = {"gate_proj": "gate", "up_proj": "up"}
-    heads: dict[str, QKV] = {"q_proj": "q", "k_proj": "k", "v_proj": "v"}
-    num_rows = weight.shape[0]
-    if leaf in kinds:
-        rows = gate_up_rows(sides.base, kinds[leaf], num_rows // 2)
-    else:
-        rows = qkv_rows(sides.base, heads[leaf], num_rows)
+    rows = part_rows(sides.base, leaf, weight.shape[0])
     A, B = sides.shape(parts["A"]), sides.shape(parts["B"])
-    if (len(range(num_rows)[rows]), weight.shape[1]) != (B[0], A[-1]):
+    if (len(range(weight.shape[0])[rows]), weight.shape[1]) != (B[0], A[-1]):
         raise shape_error(f"{parent}.{leaf}", A, B, weight)
     return {target: (None, rows)}

@@ -16,7 +16,7 @@ PART_PATTERNS: tuple[tuple[str, Part], ...] = (
     (r"(?P<module>.+)\.lora_B(\.\w+)?\.weight", "B"),
     (r"(?P<module>.+)\.lora_embedding_A(\.\w+)?", "embedding_A"),
     (r"(?P<module>.+)\.lora_embedding_B(\.\w+)?", "embedding_B"),
-    (r"(?P<module>.+)\.lora_magnitude_vector(\.\w+)?", "magnitude"),
+    (r"(?P<module>.+)\.lora_magnitude_vector(\.\w+)?(\.weight)?", "magnitude"),
     (r"(?P<module>.+)\.base_layer\.weight", "base_copy"),
 )
 """`(\\.\\w+)?` is the adapter's name, which peft writes in a training state and leaves out of a saved one."""

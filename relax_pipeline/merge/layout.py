@@ -25,30 +25,36 @@ CONCATENATED = frozenset({
 """All gate rows, then all up rows."""
 
 
-def gate_up_rows(base: Base, part: Literal["gate", "up"], half: int) -> slice:
-    """Return the rows of a fused gate_up_proj [2 * half, in] that are one of the two.
+def part_rows(base: Base, leaf: str, num_rows: int) -> slice:
+    """Return the rows of a fused qkv_proj or gate_up_proj that are one of its projections.
+
+    Raises:
+        MergeError: The layout is not known.
+    """
+    if leaf in ("gate_proj", "up_proj"):
+        return gate_up_rows(base, num_rows // 2)[leaf == "up_proj"]
+    return _qkv_rows(base, leaf, num_rows)
+
+
+def gate_up_rows(base: Base, half: int) -> tuple[slice, slice]:
+    """Return the gate rows and the up rows of a fused gate_up_proj [2 * half, in].
 
     Raises:
         MergeError: Nothing is known of this model_type.
     """
     model_type = str(base.text_config.get("model_type") or base.config.get("model_type"))
-    first = part == "gate"
     if model_type in INTERLEAVED:
-        return slice(0 if first else 1, 2 * half, 2)
+        return slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     if model_type in CONCATENATED:
-        return slice(0, half) if first else slice(half, 2 * half)
+        return slice(0, half), slice(half, 2 * half)
     raise MergeError(
         f"model_type {model_type!r}: whether gate_up_proj concatenates gate and up or interleaves them is not known, "
         "and here adapter and base differ in whether they hold the two apart; add it to merge/layout.py"
     )
 
 
-def qkv_rows(base: Base, part: Literal["q", "k", "v"], num_rows: int) -> slice:
-    """Return the rows of a fused qkv_proj [q, k, v concatenated] that are one of the three.
-
-    Raises:
-        MergeError: The config's head counts do not add up to the weight's rows.
-    """
+def _qkv_rows(base: Base, leaf: str, num_rows: int) -> slice:
+    """Return the rows of a fused qkv_proj, [q, k, v] concatenated, that are one of the three."""
     config = base.text_config
     heads = int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
@@ -58,8 +64,7 @@ def qkv_rows(base: Base, part: Literal["q", "k", "v"], num_rows: int) -> slice:
             f"qkv_proj has {num_rows} rows, config.json's heads make {q} + 2 * {kv}: its layout is not known, "
             "so an adapter of q, k and v apart cannot be merged into it"
         )
-    start = {"q": 0, "k": q, "v": q + kv}[part]
-    return slice(start, start + (q if part == "q" else kv))
+    return {"q_proj": slice(0, q), "k_proj": slice(q, q + kv), "v_proj": slice(q + kv, q + 2 * kv)}[leaf]
 
 
 def packed_experts_transposed(base: Base, parent: str, shapes: Mapping[Projection, tuple[int, ...]]) -> bool:

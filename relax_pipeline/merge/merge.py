@@ -6,22 +6,13 @@ import time
 from pathlib import Path
 
 from relax_pipeline.errors import MergeError
-from relax_pipeline.lora.adapter import tensors_digest
 from relax_pipeline.merge.execute import Progress, write_shards
-from relax_pipeline.merge.files import copy_other_files, unmerged_weight_files
+from relax_pipeline.merge.files import copy_other_files, other_bytes
 from relax_pipeline.merge.plan import MergePlan, plan_merge
-from relax_pipeline.merge.report import (
-    MergeReport,
-    merge_counts,
-    not_moved_by_kind,
-    read_report,
-    software_versions,
-    write_report,
-)
-from relax_pipeline.merge.validate import check_adapter_values, check_base, unchanged_tensors
+from relax_pipeline.merge.report import Identity, MergeReport, make_report, read_report, write_report
+from relax_pipeline.merge.validate import check_adapter_values, identify, unchanged_tensors
 from relax_pipeline.merge.verify import verify_merge
 from relax_pipeline.merge.workspace import Workspace, check_disk_space, open_workspace
-from relax_pipeline.safetensors_io.identity import model_digest
 
 
 def merge_adapter(
@@ -58,44 +49,41 @@ def merge_adapter(
     started = time.monotonic()
     plan = plan_merge(base, adapter, keep_quantization=keep_quantization)
     check_adapter_values(plan)
-    base_digest, adapter_digest = model_digest(base), tensors_digest(plan.adapter.tensors)
-    base_check = check_base(plan, base_digest, adapter_digest, allow_other_base=allow_other_base)
-    done = read_report(output)
-    if done and (done.base_digest, done.adapter_digest, done.quantization) == (
-        base_digest,
-        adapter_digest,
-        plan.quantization,
-    ):
-        return done
+    identity = identify(plan, allow_other_base=allow_other_base)
+    finished = _finished(output, plan, identity)
+    if finished is not None:
+        return finished
     _check_output(output, base)
-    with open_workspace(output, fingerprint=f"{base_digest} {adapter_digest} {keep_quantization}") as workspace:
-        check_disk_space(workspace, plan.num_bytes)
+    fingerprint = f"{identity.base_digest} {identity.adapter_digest} {plan.quantization}"
+    with open_workspace(output, fingerprint=fingerprint) as workspace:
+        check_disk_space(workspace, plan.num_bytes + other_bytes(plan.base))
         records = write_shards(plan, workspace.folder, workspace.records, progress=progress)
-        unchanged = unchanged_tensors(plan, records)
-        files_copied = copy_other_files(plan.base, workspace.folder, plan.rewritten)
-        rows = verify_merge(plan, workspace.folder)
-        logits = _compare_logits(plan, workspace) if check_logits else None
-        earlier = read_report(base)
-        report = MergeReport(
-            base=base.resolve().name,
-            base_digest=base_digest,
-            base_check=base_check,
-            quantization=plan.quantization,
-            adapter_digest=adapter_digest,
-            adapter_base_digest=plan.adapter.base_digest,
-            merged_adapters=(*(earlier.merged_adapters if earlier else ()), adapter_digest),
-            counts=merge_counts(plan, verified_rows=rows, files_copied=files_copied),
-            not_moved=not_moved_by_kind(records),
-            unchanged=unchanged,
-            logits=logits,
-            unmerged_weight_files=unmerged_weight_files(plan.base),
-            files={record.file: {"bytes": record.num_bytes, "sha256": record.sha256} for record in records},
-            versions=software_versions(),
-            seconds=round(time.monotonic() - started, 3),
+        report = make_report(
+            plan,
+            identity,
+            records,
+            unchanged=unchanged_tensors(plan, records),
+            files_copied=copy_other_files(plan.base, workspace.folder, plan.rewritten),
+            rows_verified=verify_merge(plan, workspace.folder),
+            logits=_compare_logits(plan, workspace) if check_logits else None,
+            seconds=time.monotonic() - started,
         )
         write_report(report, workspace.folder)
         workspace.commit()
     return report
+
+
+def _finished(output: Path, plan: MergePlan, identity: Identity) -> MergeReport | None:
+    """Return the report of this very merge where its result is already there, every weight file in its full size."""
+    report = read_report(output)
+    if report is None or (report.base_digest, report.adapter_digest, report.quantization) != (
+        identity.base_digest,
+        identity.adapter_digest,
+        plan.quantization,
+    ):
+        return None
+    sizes = {name: (output / name).stat().st_size for name in report.files if (output / name).is_file()}
+    return report if sizes == {name: file["bytes"] for name, file in report.files.items()} else None
 
 
 def _check_output(output: Path, base: Path) -> None:

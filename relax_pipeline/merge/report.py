@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from relax_pipeline.errors import MergeError
+from relax_pipeline.merge.base import read_json
 from relax_pipeline.merge.execute import ShardRecord
-from relax_pipeline.merge.files import REPORT_FILE
+from relax_pipeline.merge.files import REPORT_FILE, unmerged_weight_files
 from relax_pipeline.merge.plan import MergePlan
 from relax_pipeline.storage.files import write_atomic
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What is merged into what, by content."""
+
+    base_digest: str
+    base_check: Literal["matched", "not recorded", "other base allowed"]
+    adapter_digest: str
 
 
 @dataclass(frozen=True)
@@ -55,14 +66,47 @@ def read_report(folder: Path) -> MergeReport | None:
     file = folder / REPORT_FILE
     if not file.is_file():
         return None
-    raw = json.loads(file.read_text())
-    for name in ("merged_adapters", "unchanged", "unmerged_weight_files"):
-        raw[name] = tuple(raw[name])
-    return MergeReport(**raw)
+    try:
+        raw = read_json(file, MergeError)
+        lists = {name: tuple(raw[name]) for name in ("merged_adapters", "unchanged", "unmerged_weight_files")}
+        return MergeReport(**(raw | lists))
+    except (TypeError, KeyError) as error:
+        raise MergeError(f"{file} is of another version of this software or another tool: {error}") from error
 
 
-def merge_counts(plan: MergePlan, *, verified_rows: int, files_copied: int) -> dict[str, int]:
-    """Return the counts that a report shows."""
+def make_report(
+    plan: MergePlan,
+    identity: Identity,
+    records: Sequence[ShardRecord],
+    *,
+    unchanged: tuple[str, ...],
+    files_copied: int,
+    rows_verified: int,
+    logits: Mapping[str, float] | None,
+    seconds: float,
+) -> MergeReport:
+    """Return the report of a merge from what its steps returned."""
+    earlier = read_report(plan.base.folder)
+    return MergeReport(
+        base=plan.base.folder.resolve().name,
+        base_digest=identity.base_digest,
+        base_check=identity.base_check,
+        quantization=plan.quantization,
+        adapter_digest=identity.adapter_digest,
+        adapter_base_digest=plan.adapter.base_digest,
+        merged_adapters=(*(earlier.merged_adapters if earlier else ()), identity.adapter_digest),
+        counts=_counts(plan, rows_verified=rows_verified, files_copied=files_copied),
+        not_moved=not_moved_by_kind(records),
+        unchanged=unchanged,
+        logits=logits,
+        unmerged_weight_files=unmerged_weight_files(plan.base),
+        files={record.file: {"bytes": record.num_bytes, "sha256": record.sha256} for record in records},
+        versions={package: version(package) for package in ("relax-pipeline", "torch", "safetensors")},
+        seconds=round(seconds, 3),
+    )
+
+
+def _counts(plan: MergePlan, *, rows_verified: int, files_copied: int) -> dict[str, int]:
     changed = len(plan.targeted)
     return {
         "adapter_tensors": len(plan.adapter.tensors),
@@ -71,7 +115,7 @@ def merge_counts(plan: MergePlan, *, verified_rows: int, files_copied: int) -> d
         "tensors_copied": sum(len(shard.outputs) for shard in plan.shards) - changed,
         "shards": len(plan.shards),
         "files_copied": files_copied,
-        "rows_verified": verified_rows,
+        "rows_verified": rows_verified,
     }
 
 
@@ -90,8 +134,3 @@ def module_kind(name: str) -> str:
     """Return the leaf name of a tensor, with `experts.` before it where it belongs to one."""
     parts = name.removesuffix(".weight").split(".")
     return f"experts.{parts[-1]}" if "experts" in parts[:-1] else parts[-1]
-
-
-def software_versions() -> dict[str, str]:
-    """Return the versions of what computed a merge."""
-    return {package: version(package) for package in ("relax-pipeline", "torch", "safetensors")}

@@ -41,7 +41,7 @@ def plan_shards(
         keep_quantization: Quantise again what is changed; otherwise everything becomes bfloat16.
         new_head: A head to write beside the embedding that it was so far, at the end of that file.
     """
-    owners = {info.name: weight for weight in weights.values() for info in _stored(weight)}
+    owners = {info.name: weight for weight in weights.values() for info in weight.stored}
     shards = []
     for file, header in base.headers.items():
         outputs = [
@@ -61,10 +61,6 @@ def _shard(file: str, header: Header, outputs: list[Output]) -> Shard:
         header = build_header((output.info for output in outputs), header.metadata)
     by_name = {output.info.name: output for output in outputs}
     return Shard(file, header, tuple(replace(by_name[info.name], info=info) for info in header.tensors))
-
-
-def _stored(weight: Weight) -> tuple[TensorInfo, ...]:
-    return (weight.tensor, *(weight.scheme.companions if weight.scheme else ()))
 
 
 def _outputs(info: TensorInfo, weight: Weight, changes: Changes, *, keep_quantization: bool) -> Iterator[Output]:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
 from relax_pipeline.errors import MergeError
+from relax_pipeline.lora.adapter import tensors_digest
 from relax_pipeline.merge.deltas import load_factors
 from relax_pipeline.merge.execute import ShardRecord
 from relax_pipeline.merge.outputs import Output, check_finite
 from relax_pipeline.merge.plan import MergePlan
 from relax_pipeline.merge.pool import shard_pool
-from relax_pipeline.merge.report import read_report
+from relax_pipeline.merge.report import Identity, read_report
+from relax_pipeline.safetensors_io.identity import model_digest
 from relax_pipeline.safetensors_io.read import read_tensor
-
-BaseCheck = Literal["matched", "other base allowed", "not recorded"]
 
 
 def check_adapter_values(plan: MergePlan) -> None:
@@ -34,29 +33,30 @@ def check_adapter_values(plan: MergePlan) -> None:
             base = read_tensor(weight.tensor)
             if weight.scheme is not None or not torch.equal(base, copy.to(base.dtype)):
                 raise MergeError(
-                    f"{pairing.base_copy} is not what the base has in {weight.name}: the adapter is of "
-                    "another base, or on one whose embedding was changed first; merge into that one"
+                    f"{pairing.base_copy} is not what the base has in {weight.name}: the adapter was "
+                    "trained on a base with another embedding; merge into that one"
                 )
 
 
-def check_base(plan: MergePlan, base_digest: str, adapter_digest: str, *, allow_other_base: bool) -> BaseCheck:
-    """Fail where the base is not the adapter's, or already contains it.
+def identify(plan: MergePlan, *, allow_other_base: bool) -> Identity:
+    """Digest base and adapter; fail where the base is not the adapter's, or already contains it.
 
     Raises:
         MergeError: With both digests, or with the name of the folder that is merged already.
     """
+    adapter_digest = tensors_digest(plan.adapter.tensors)
     merged = read_report(plan.base.folder)
     if merged and adapter_digest in merged.merged_adapters:
         raise MergeError(
             f"{plan.base.folder} already contains this adapter ({adapter_digest[:12]}); merge the original base"
         )
-    recorded = plan.adapter.base_digest
+    base_digest, recorded = model_digest(plan.base.folder), plan.adapter.base_digest
     if recorded is None:
-        return "not recorded"
+        return Identity(base_digest, "not recorded", adapter_digest)
     if recorded == base_digest:
-        return "matched"
+        return Identity(base_digest, "matched", adapter_digest)
     if allow_other_base:
-        return "other base allowed"
+        return Identity(base_digest, "other base allowed", adapter_digest)
     raise MergeError(
         f"the adapter was trained on base {recorded[:12]}, {plan.base.folder} is {base_digest[:12]}; give its own base "
         "or allow another with --allow-other-base"
@@ -75,7 +75,7 @@ def unchanged_tensors(plan: MergePlan, records: Sequence[ShardRecord]) -> tuple[
     if swallowed:
         raise MergeError(
             f"{len(swallowed)} targeted tensors did not change, the first are {swallowed[:5]}: the deltas are "
-            f"smaller than a rounding step of {unchanged[0].info.dtype}; train longer, or serve it as an adapter"
+            "smaller than a rounding step; train longer, serve it as an adapter, or merge without --keep-quantization"
         )
     return tuple(output.info.name for output in unchanged)
 

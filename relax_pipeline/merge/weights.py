@@ -56,6 +56,11 @@ class Weight:
         return 1, self.shape[0], self.shape[1]
 
     @property
+    def stored(self) -> tuple[TensorInfo, ...]:
+        """All tensors it is stored in."""
+        return (self.tensor, *(self.scheme.companions if self.scheme else ()))
+
+    @property
     def is_addable(self) -> bool:
         """Whether a delta can be added to its values."""
         return len(self.shape) in (2, 3) and (self.scheme is not None or self.tensor.dtype in FLOAT_DTYPES)

@@ -59,11 +59,13 @@ def open_workspace(output: Path, *, fingerprint: str) -> Iterator[Workspace]:
         MergeError: Another process merges into the same output.
     """
     workspace = Workspace(output.parent / f".{output.name}.merging", output)
-    workspace.records.mkdir(parents=True, exist_ok=True)
-    with _locked(workspace.records / "lock", output):
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(output.parent / f".{output.name}.merging.lock", output):
+        workspace.records.mkdir(parents=True, exist_ok=True)
         note = workspace.records / "fingerprint"
         if not note.is_file() or note.read_text() != fingerprint:
-            _clear(workspace)
+            shutil.rmtree(workspace.folder)
+            workspace.records.mkdir(parents=True)
             write_atomic(note, fingerprint)
         try:
             yield workspace
@@ -89,22 +91,22 @@ def check_disk_space(workspace: Workspace, needed: int) -> None:
 
 @contextmanager
 def _locked(file: Path, output: Path) -> Iterator[None]:
+    """Hold a lock file, which is removed while it is still held: who gets hold of a removed one has come too late."""
     descriptor = os.open(file, os.O_CREAT | os.O_RDWR, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise MergeError(f"another process is merging into {output}; wait for it or choose another --output") from error
+        if not _lock(descriptor, file):
+            raise MergeError(f"another process is merging into {output}; wait for it or choose another --output")
+        try:
+            yield
+        finally:
+            file.unlink()
     finally:
         os.close(descriptor)
 
 
-def _clear(workspace: Workspace) -> None:
-    for entry in workspace.folder.iterdir():
-        if entry.name == RECORDS:
-            for note in entry.rglob("*.json"):
-                note.unlink()
-        elif entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+def _lock(descriptor: int, file: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return file.stat().st_ino == os.fstat(descriptor).st_ino
+    except (BlockingIOError, FileNotFoundError):
+        return False

@@ -158,6 +158,19 @@ def test_merging_again_returns_the_report_that_is_there(base: Path, adapter: Pat
     assert (tmp_path / "out/MERGE.json").stat().st_mtime_ns == stamp
 
 
+def test_a_result_that_lost_a_shard_is_not_taken_for_one(base: Path, adapter: Path, tmp_path: Path) -> None:
+    merge_adapter(base, adapter, tmp_path / "out")
+    (tmp_path / "out/model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(MergeError, match="not empty"):
+        merge_adapter(base, adapter, tmp_path / "out")
+
+
+def test_a_merge_record_of_another_tool_is_named(base: Path, adapter: Path, tmp_path: Path) -> None:
+    (base / "MERGE.json").write_text('{"method": "slerp"}')
+    with pytest.raises(MergeError, match=r"MERGE\.json is of another version"):
+        merge_adapter(base, adapter, tmp_path / "out")
+
+
 def test_a_folder_with_something_else_is_not_touched(base: Path, adapter: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine.txt").write_text("mine")
@@ -180,6 +193,7 @@ def test_an_output_inside_the_base_is_refused(base: Path, adapter: Path) -> None
 def test_two_merges_into_one_output_exclude_each_other(base: Path, adapter: Path, tmp_path: Path) -> None:
     with open_workspace(tmp_path / "out", fingerprint="x"), pytest.raises(MergeError, match="another process"):
         merge_adapter(base, adapter, tmp_path / "out")
+    merge_adapter(base, adapter, tmp_path / "out")
 
 
 def test_too_little_room_is_noticed_first(tmp_path: Path) -> None:
@@ -222,6 +236,7 @@ def interrupted(base: Path, adapter: Path, tmp_path: Path) -> Path:
 
     with pytest.raises(KeyboardInterrupt):
         merge_adapter(base, adapter, tmp_path / "out", progress=stop)
+    assert not (tmp_path / "out").exists()
     return tmp_path / ".out.merging"
 
 

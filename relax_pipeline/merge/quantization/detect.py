@@ -38,9 +38,9 @@ def read_weights(base: Base) -> dict[str, Weight]:
         weights[weight.module] = weight
     if quantization and not weights:
         raise MergeError("config.json has a quantization_config, and no tensor is quantised the way it says")
-    taken = {info.name for weight in weights.values() if weight.scheme for info in weight.scheme.companions}
+    taken = {info.name for weight in weights.values() for info in weight.stored}
     for info in base.tensors.values():
-        if info not in quantized and info.name not in taken:
+        if info.name not in taken:
             if info.name.endswith("_scale_inv"):
                 raise MergeError(f"{info.name} is a scale, and the base has no fp8 weight that it belongs to")
             weights[info.name.removesuffix(".weight")] = plain_weight(info)
