@@ -20,6 +20,7 @@ def merge_and_publish(
     step: int | None = None,
     destination: str | None = None,
     endpoint_url: str | None = None,
+    ray_address: str | None = None,
 ) -> dict[str, Any]:
     """Merge a run's adapter into its base and publish the result. Doing it again changes nothing.
 
@@ -29,11 +30,14 @@ def merge_and_publish(
         step: Checkpoint to take; none: the newest.
         destination: file:///folder or s3://bucket/prefix; none: the run's publish.destination, or only merge.
         endpoint_url: Of an S3-compatible store; none: the run's, or AWS.
+        ray_address: Merge on this Ray cluster, which must reach the run's files; none: in this process.
     """
     with give_up_on_user_errors():
         run = finished_run(Path(output_dir), run_name, step=step)
         merged = run.folder / "merged" / f"step-{run.step:07d}"
-        report = publishing.merge(Path(run.config.model.path), run.checkpoint, run.step, merged)
+        report = publishing.merge(
+            Path(run.config.model.path), run.checkpoint, run.step, merged, ray_address=ray_address
+        )
         result: dict[str, Any] = {"model": str(merged), "step": run.step, "merge": report["counts"]}
         uri = destination or run.config.publish.destination
         if uri is not None:

@@ -14,7 +14,16 @@ from rich.table import Table
 published = App(name="published", help="List and verify published models.")
 
 
-def merge(base: Path, adapter: Path, output: Path, *, dry_run: bool = False, allow_other_base: bool = False) -> None:
+def merge(
+    base: Path,
+    adapter: Path,
+    output: Path,
+    *,
+    dry_run: bool = False,
+    allow_other_base: bool = False,
+    keep_quantization: bool = False,
+    check_logits: bool = False,
+) -> None:
     """Fold an adapter into its base and write a standalone Hugging Face checkpoint.
 
     Parameters
@@ -29,20 +38,32 @@ def merge(base: Path, adapter: Path, output: Path, *, dry_run: bool = False, all
         Print which adapter tensors go into which weights, and write nothing.
     allow_other_base
         Merge although the adapter was trained on another base; recorded in MERGE.json.
+    keep_quantization
+        Write a quantised base quantised again; by default it becomes bfloat16.
+    check_logits
+        Also compare logits of the result with base and adapter through peft: loads both models.
     """
     from relax_pipeline.merge.merge import merge_adapter  # noqa: PLC0415 - loads torch
     from relax_pipeline.merge.plan import plan_merge  # noqa: PLC0415
 
     console = Console(soft_wrap=True)
     if dry_run:
-        rows = plan_merge(base, adapter).table()
+        rows = plan_merge(base, adapter, keep_quantization=keep_quantization).table()
         table = Table(*rows[0])
         for row in rows[1:]:
             table.add_row(*row)
         console.print(table)
         return
     with _byte_bar("merging") as progress:
-        report = merge_adapter(base, adapter, output, allow_other_base=allow_other_base, progress=progress)
+        report = merge_adapter(
+            base,
+            adapter,
+            output,
+            allow_other_base=allow_other_base,
+            keep_quantization=keep_quantization,
+            check_logits=check_logits,
+            progress=progress,
+        )
     console.print(f"{output}: {report.counts}", highlight=False)
 
 
