@@ -16,6 +16,7 @@ from tasks import publishing
 @flow(name="relax-merge-publish", flow_run_name="publish-{run_name}", persist_result=False)
 def merge_and_publish(
     run_name: str,
+    *,
     output_dir: str = "runs",
     step: int | None = None,
     destination: str | None = None,
