@@ -7,13 +7,13 @@ from typing import Any
 
 from prefect import flow
 from prefect.logging import get_run_logger
-from relax_pipeline.metrics.report import write_report
 
 from flows.giving_up import give_up_on_user_errors
 from flows.progress import StepProgress
 from relax_pipeline.build import open_session
 from relax_pipeline.config import RunConfig
 from relax_pipeline.inputs import run_folder
+from relax_pipeline.metrics.report import write_report
 from tasks import training
 from tasks.watching import Watch
 
