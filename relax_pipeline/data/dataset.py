@@ -34,8 +34,6 @@ class PromptDataset:
                     "the tokenizer has no chat template: set data.chat_template to false to feed prompts as they are, "
                     "or use the tokenizer of a chat model"
                 )
-        elif config.system_prompt is not None:
-            raise DataError("data.system_prompt needs the chat template: set data.chat_template to true, or remove it")
         elif row := next((row for row in rows if not isinstance(row.prompt, str)), None):
             raise DataError(f"{row.where}: chat messages need the chat template: set data.chat_template to true")
         self._rows = rows

@@ -89,12 +89,6 @@ def test_a_row_the_template_refuses_is_named() -> None:
     [
         (ROWS, None, {}, "no chat template: set data.chat_template to false"),
         (ROWS, TEMPLATE, {"chat_template": False}, "line 2: chat messages need .*: set data.chat_template to true"),
-        (
-            ROWS[:1],
-            TEMPLATE,
-            {"chat_template": False, "system_prompt": "x"},
-            "data.system_prompt needs the chat template",
-        ),
     ],
 )
 def test_what_cannot_be_rendered_is_refused_at_once(
