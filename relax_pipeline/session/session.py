@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from relax_pipeline.checkpoint.manifest import Identity, Manifest, check_continues
-from relax_pipeline.checkpoint.store import CheckpointRef, CheckpointStore, verify
+from relax_pipeline.checkpoint.manifest import Identity, Manifest, check_continues, read_manifest
+from relax_pipeline.checkpoint.store import CheckpointRef, CheckpointStore
 from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import CheckpointError, TrainerError
 from relax_pipeline.metrics.log import StepLog
@@ -93,7 +93,7 @@ class TrainingSession:
         ref = self.checkpoints.newest_intact(lambda error: passed_over.append(str(error)))
         step = 0
         if ref is not None:
-            manifest = verify(ref)
+            manifest = read_manifest(ref.path)
             check_continues(manifest.identity, self._identity, folder=ref.path)
             self._trainer.load(ref.path)
             if self._trainer.policy_version() != manifest.policy_version:
