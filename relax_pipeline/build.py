@@ -13,7 +13,7 @@ from uuid import uuid4
 from transformers import GenerationConfig
 
 from relax_pipeline.checkpoint.lock import run_lock
-from relax_pipeline.config import FsdpTrainerConfig, HfEngineConfig, RunConfig
+from relax_pipeline.config import RunConfig
 from relax_pipeline.data.dataset import PromptDataset
 from relax_pipeline.data.prompts import load_rows
 from relax_pipeline.data.stream import PromptStream
@@ -23,30 +23,24 @@ from relax_pipeline.remote.cluster import num_cpus, num_gpus, ray_cluster
 from relax_pipeline.remote.engine import RemoteEngine
 from relax_pipeline.remote.scoring import ScoringWorkers
 from relax_pipeline.remote.trainer import RemoteTrainer
-from relax_pipeline.rollout.base import Engine
-from relax_pipeline.rollout.hf import HfEngine
+from relax_pipeline.rollout.make import make_engine
 from relax_pipeline.rollout.pool import EnginePool
 from relax_pipeline.session.collect import Collector, Sampler
 from relax_pipeline.session.session import Evaluation, TrainingSession
 from relax_pipeline.storage.files import write_atomic
 from relax_pipeline.sync.sync import WeightSync
-from relax_pipeline.trainer.base import Trainer
-from relax_pipeline.trainer.fsdp import FsdpTrainer, RankLayout
+from relax_pipeline.trainer.base import RankLayout, Trainer
+from relax_pipeline.trainer.make import make_trainer
 from relax_pipeline.types import DataPosition, SamplingParams
 
-EngineFactory = Callable[..., Engine]
 _PROBE_TOKENS = 64
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25}
 """Largest probe difference that arithmetic alone explains, by compute dtype; a missing adapter is far beyond."""
 
 
 @contextmanager
-def open_session(config: RunConfig, *, engine: EngineFactory | None = None) -> Iterator[TrainingSession]:
+def open_session(config: RunConfig) -> Iterator[TrainingSession]:
     """Start trainer, engines and reward workers, and end them all at the end of the block, however it ends.
-
-    Args:
-        config: The run.
-        engine: Makes an engine in its process, instead of the configured backend's class.
 
     Raises:
         ConfigError: The plan of the run refuses it.
@@ -64,7 +58,7 @@ def open_session(config: RunConfig, *, engine: EngineFactory | None = None) -> I
         stack.callback(scorer.close)
         trainer = _start_trainer(config, folder)
         stack.callback(trainer.close)
-        pool = _start_engines(config, engine or HfEngine)
+        pool = _start_engines(config)
         stack.callback(pool.close)
         sync = _make_sync(config, trainer, pool, dataset)
         sync.check_bases()
@@ -109,28 +103,26 @@ def _make_collector(
 
 
 def _start_trainer(config: RunConfig, folder: Path) -> RemoteTrainer:
-    assert isinstance(config.trainer, FsdpTrainerConfig)
-    ranks = config.trainer.num_processes
+    ranks = config.trainer.world_size
     rendezvous = f"file://{folder / f'.rendezvous-{uuid4().hex[:8]}'}" if ranks > 1 else None
     builds: list[Callable[[], Trainer]] = [
-        partial(FsdpTrainer, config, RankLayout(rank, ranks, rendezvous)) for rank in range(ranks)
+        partial(make_trainer, config, RankLayout(rank, ranks, rendezvous)) for rank in range(ranks)
     ]
     return RemoteTrainer(
         builds,
         num_threads=_threads(config),
-        num_gpus=_gpu_share(config, config.trainer.device),
+        num_gpus=_gpu_share(config, config.trainer.device, count=1),
         timeout=config.trainer.step_timeout_seconds,
     )
 
 
-def _start_engines(config: RunConfig, factory: EngineFactory) -> EnginePool:
-    assert isinstance(config.engine, HfEngineConfig)
+def _start_engines(config: RunConfig) -> EnginePool:
     engine = config.engine
-    threads, gpus = _threads(config), _gpu_share(config, engine.device)
+    threads, gpus = _threads(config), _gpu_share(config, engine.device, count=engine.num_gpus)
 
     def spawn(index: int) -> RemoteEngine:
         return RemoteEngine(
-            partial(factory, engine_id=f"engine-{index}", model=config.model, config=engine),
+            partial(make_engine, config, engine_id=f"engine-{index}"),
             name=f"engine {index}",
             num_threads=threads,
             num_gpus=gpus,
@@ -143,15 +135,14 @@ def _start_engines(config: RunConfig, factory: EngineFactory) -> EnginePool:
 
 def _threads(config: RunConfig) -> int:
     """Return the torch threads of one process: trainer ranks and engines share the CPUs evenly."""
-    assert isinstance(config.trainer, FsdpTrainerConfig)
-    return max(1, num_cpus() // (config.trainer.num_processes + config.engine.replicas))
+    return max(1, num_cpus() // (config.trainer.world_size + config.engine.replicas))
 
 
-def _gpu_share(config: RunConfig, device: str) -> float:
-    """Return the GPUs one process reserves: a whole one, or half where trainer and engines share."""
+def _gpu_share(config: RunConfig, device: str, *, count: int) -> float:
+    """Return the GPUs one process reserves: whole ones, or half of one where trainer and engines share."""
     if device == "cpu" or num_gpus() == 0:
         return 0
-    return 0.5 if config.cluster.colocate else 1
+    return 0.5 if config.cluster.colocate else count
 
 
 def _sampling(config: RunConfig, tokenizer: Any) -> SamplingParams:

@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 from relax_pipeline.config.algorithm import AlgorithmConfig, OptimizerConfig
-from relax_pipeline.config.backends import (
-    ClusterConfig,
-    EngineConfig,
-    FsdpTrainerConfig,
-    HfEngineConfig,
-    MegatronTrainerConfig,
-    SglangEngineConfig,
-    SyncConfig,
-    TrainerConfig,
-    VllmEngineConfig,
-)
+from relax_pipeline.config.cluster import ClusterConfig
 from relax_pipeline.config.data import (
     DataConfig,
     EvalConfig,
@@ -23,10 +13,13 @@ from relax_pipeline.config.data import (
     RolloutConfig,
     ScorerConfig,
 )
+from relax_pipeline.config.engine import EngineConfig, HfEngineConfig, SglangEngineConfig, VllmEngineConfig
 from relax_pipeline.config.loading import load_config
 from relax_pipeline.config.model import LoraConfig, ModelConfig, expand_target_modules
 from relax_pipeline.config.run import RunConfig
 from relax_pipeline.config.storage import CheckpointConfig, PublishConfig, TrackingConfig
+from relax_pipeline.config.sync import SyncConfig
+from relax_pipeline.config.trainer import FsdpTrainerConfig, MegatronTrainerConfig, TrainerConfig
 
 __all__ = [
     "AlgorithmConfig",

@@ -8,19 +8,14 @@ from typing import Annotated
 from pydantic import Field, field_validator, model_validator
 
 from relax_pipeline.config.algorithm import AlgorithmConfig, OptimizerConfig
-from relax_pipeline.config.backends import (
-    ClusterConfig,
-    EngineConfig,
-    FsdpTrainerConfig,
-    HfEngineConfig,
-    MegatronTrainerConfig,
-    SyncConfig,
-    TrainerConfig,
-)
 from relax_pipeline.config.base import Section, advise
+from relax_pipeline.config.cluster import ClusterConfig
 from relax_pipeline.config.data import DataConfig, EvalConfig, RewardsConfig, RolloutConfig
+from relax_pipeline.config.engine import EngineConfig, HfEngineConfig
 from relax_pipeline.config.model import LoraConfig, ModelConfig
 from relax_pipeline.config.storage import CheckpointConfig, PublishConfig, TrackingConfig
+from relax_pipeline.config.sync import SyncConfig
+from relax_pipeline.config.trainer import FsdpTrainerConfig, MegatronTrainerConfig, TrainerConfig
 
 
 class RunConfig(Section):

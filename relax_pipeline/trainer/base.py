@@ -14,6 +14,16 @@ from relax_pipeline.types import TrainingSample, WeightsInfo
 
 
 @dataclass(frozen=True, slots=True)
+class RankLayout:
+    """This process's place among the trainer's ranks."""
+
+    rank: int = 0
+    world_size: int = 1
+    init_method: str | None = None
+    """file:// or tcp:// address at which the ranks meet; None for a single process."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerInfo:
     """What was built."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,21 +24,11 @@ from relax_pipeline.rl.logprobs import token_logprobs
 from relax_pipeline.rl.objective import ObjectiveMetrics, finalize_metrics, objective
 from relax_pipeline.safetensors_io.identity import model_digest
 from relax_pipeline.seeds import derive_seed
-from relax_pipeline.trainer.base import Bucket, Payload, TrainerInfo
+from relax_pipeline.trainer.base import Bucket, Payload, RankLayout, TrainerInfo
 from relax_pipeline.trainer.fsdp_state import load_state, save_state
 from relax_pipeline.trainer.policy import Policy, full_tensor
 from relax_pipeline.trainer.schedule import learning_rate
 from relax_pipeline.types import TrainingSample
-
-
-@dataclass(frozen=True, slots=True)
-class RankLayout:
-    """This process's place among the data-parallel ranks."""
-
-    rank: int = 0
-    world_size: int = 1
-    init_method: str | None = None
-    """file:// or tcp:// address at which the ranks meet; None for a single process."""
 
 
 class FsdpTrainer:

@@ -23,8 +23,8 @@ from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import TrainerError
 from relax_pipeline.lora.adapter import tensors_digest
 from relax_pipeline.remote.trainer import RemoteTrainer
-from relax_pipeline.trainer.base import Trainer
-from relax_pipeline.trainer.fsdp import FsdpTrainer, RankLayout
+from relax_pipeline.trainer.base import RankLayout, Trainer
+from relax_pipeline.trainer.fsdp import FsdpTrainer
 from relax_pipeline.types import Adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_local")]
