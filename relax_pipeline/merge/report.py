@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -53,12 +53,14 @@ class MergeReport:
     files: Mapping[str, Mapping[str, Any]]
     """Weight file to its bytes and sha256."""
     versions: Mapping[str, str]
-    seconds: float
+    seconds: float | None = field(default=None, compare=False)
+    """None in a report that was read back."""
 
 
 def write_report(report: MergeReport, folder: Path) -> None:
-    """Write MERGE.json into a folder."""
-    write_atomic(folder / REPORT_FILE, json.dumps(asdict(report), indent=2) + "\n")
+    """Write MERGE.json into a folder, without its time: the same merge, done again anywhere, is the same bytes."""
+    lasting = {name: value for name, value in asdict(report).items() if name != "seconds"}
+    write_atomic(folder / REPORT_FILE, json.dumps(lasting, indent=2) + "\n")
 
 
 def read_report(folder: Path) -> MergeReport | None:

@@ -158,6 +158,17 @@ def test_merging_again_returns_the_report_that_is_there(base: Path, adapter: Pat
     assert (tmp_path / "out/MERGE.json").stat().st_mtime_ns == stamp
 
 
+def test_merging_from_scratch_elsewhere_gives_the_same_bytes(base: Path, adapter: Path, tmp_path: Path) -> None:
+    merge_adapter(base, adapter, tmp_path / "here")
+    merge_adapter(base, adapter, tmp_path / "there")
+    here, there = (
+        {str(file.relative_to(tmp_path / name)): file.read_bytes() for file in (tmp_path / name).rglob("*.*")}
+        for name in ("here", "there")
+    )
+    assert here == there
+    assert "MERGE.json" in here
+
+
 def test_a_result_that_lost_a_shard_is_not_taken_for_one(base: Path, adapter: Path, tmp_path: Path) -> None:
     merge_adapter(base, adapter, tmp_path / "out")
     (tmp_path / "out/model-00002-of-00003.safetensors").unlink()
