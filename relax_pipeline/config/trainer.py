@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from relax_pipeline.config.base import Section
 
@@ -36,15 +36,58 @@ class FsdpTrainerConfig(TrainerSection):
 
 
 class MegatronTrainerConfig(TrainerSection):
-    """Megatron-Core + Megatron-Bridge."""
+    """Megatron-Core + Megatron-Bridge. One process, and one GPU, a rank."""
 
     kind: Literal["megatron"] = "megatron"
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    pipeline_parallel_size: Annotated[int, Field(ge=1)] = 1
-    expert_parallel_size: Annotated[int, Field(ge=1)] = 1
-    expert_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    data_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share each layer's weights."""
     sequence_parallel: bool = False
+    """Split the activations between those layers too; needs tensor_parallel_size above 1, and MoE models need it."""
+    pipeline_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share the layers."""
+    virtual_pipeline_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Pieces of the model each pipeline rank holds: more pieces, less waiting; needs pipeline_parallel_size above 1."""
+    data_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Copies of the model, each with its share of the samples."""
+    expert_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share a layer's experts, taken from the tensor- and data-parallel ones."""
+    expert_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share one expert's weights."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass: selective: of attention, full: of whole layers."""
+    transformer_engine: Literal["auto", "off"] = "auto"
+    """auto: its fused layers where it is installed and there is a GPU, else torch's scaled_dot_product_attention."""
+
+    @model_validator(mode="after")
+    def sequence_parallel_needs_tensor_parallel(self) -> MegatronTrainerConfig:
+        """Without tensor parallelism there is nobody to share a sequence with."""
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel needs tensor_parallel_size above 1; raise that, or set sequence_parallel to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def pieces_need_a_pipeline(self) -> MegatronTrainerConfig:
+        """One pipeline rank would hold all pieces."""
+        if self.virtual_pipeline_parallel_size > 1 and self.pipeline_parallel_size == 1:
+            raise ValueError(
+                f"virtual_pipeline_parallel_size {self.virtual_pipeline_parallel_size} needs pipeline_parallel_size "
+                "above 1; raise that, or set virtual_pipeline_parallel_size to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def experts_fit_the_ranks(self) -> MegatronTrainerConfig:
+        """Experts are spread over the ranks of one pipeline stage."""
+        ranks = self.tensor_parallel_size * self.data_parallel_size
+        needed = self.expert_parallel_size * self.expert_tensor_parallel_size
+        if ranks % needed:
+            raise ValueError(
+                f"expert_parallel_size x expert_tensor_parallel_size is {needed} and does not divide the {ranks} ranks "
+                "of a pipeline stage (tensor_parallel_size x data_parallel_size): change one of the four"
+            )
+        return self
 
     @property
     def world_size(self) -> int:

@@ -17,6 +17,12 @@ MINIMAL: dict[str, Any] = {
     "data": {"train": {"path": "p.jsonl"}},
     "sync": {"mode": "adapter"},
 }
+EXPERT_PARALLEL = {
+    "kind": "megatron",
+    "data_parallel_size": 4,
+    "expert_parallel_size": 2,
+    "expert_tensor_parallel_size": 2,
+}
 
 
 def make(**changes: Any) -> RunConfig:
@@ -92,11 +98,26 @@ def test_is_frozen() -> None:
         ),
         (
             {
-                "trainer": {"kind": "megatron", "expert_parallel_size": 2, "expert_tensor_parallel_size": 2},
+                "trainer": EXPERT_PARALLEL,
                 "sync": {"mode": "merge"},
             },
             "",
             "trainer.expert_tensor_parallel_size is 2: merge mode folds whole experts; set it to 1",
+        ),
+        (
+            {"trainer": {"kind": "megatron", "sequence_parallel": True}},
+            "trainer.megatron",
+            "sequence_parallel needs tensor_parallel_size above 1",
+        ),
+        (
+            {"trainer": {"kind": "megatron", "virtual_pipeline_parallel_size": 2}},
+            "trainer.megatron",
+            "virtual_pipeline_parallel_size 2 needs pipeline_parallel_size above 1",
+        ),
+        (
+            {"trainer": EXPERT_PARALLEL | {"data_parallel_size": 6}},
+            "trainer.megatron",
+            "expert_parallel_size x expert_tensor_parallel_size is 4 and does not divide the 6 ranks of a pipeline",
         ),
         (
             {"rollout": {"prompts_per_step": 6}, "algorithm": {"updates_per_rollout": 4}},
@@ -139,8 +160,8 @@ def test_wrong_settings_are_refused(changes: dict[str, Any], key: str, remedy: s
         {"lora": {"rank": 0}, "sync": {"mode": "merge"}},
         {"lora": {"target_modules": ["router"]}},
         {"engine": {"kind": "vllm", "data_parallel_size": 2}, "sync": {"mode": "merge"}},
-        {"trainer": {"kind": "megatron", "expert_parallel_size": 2, "expert_tensor_parallel_size": 2}},
-        {"trainer": {"kind": "megatron", "expert_tensor_parallel_size": 2}, "sync": {"mode": "merge"}},
+        {"trainer": EXPERT_PARALLEL},
+        {"trainer": EXPERT_PARALLEL | {"expert_parallel_size": 1}, "sync": {"mode": "merge"}},
         {"rollout": {"completions_per_prompt": 1}, "algorithm": {"advantage": "reinforce_plus_plus"}},
         {"rewards": {"overlong": {"mode": "filter", "buffer_tokens": 9}}, "rollout": {"max_new_tokens": 8}},
         {"rewards": {"overlong": {"mode": "penalty", "buffer_tokens": 8}}, "rollout": {"max_new_tokens": 8}},
