@@ -17,10 +17,12 @@ from relax_pipeline.config import RunConfig
 from relax_pipeline.data.dataset import PromptDataset
 from relax_pipeline.data.prompts import load_rows
 from relax_pipeline.data.stream import PromptStream
+from relax_pipeline.errors import ConfigError
 from relax_pipeline.inputs import load_tokenizer, run_folder, run_identity
 from relax_pipeline.plan import make_plan
 from relax_pipeline.remote.cluster import num_cpus, num_gpus, ray_cluster
 from relax_pipeline.remote.engine import RemoteEngine
+from relax_pipeline.remote.host import Place
 from relax_pipeline.remote.scoring import ScoringWorkers
 from relax_pipeline.remote.trainer import RemoteTrainer
 from relax_pipeline.rollout.make import make_engine
@@ -54,11 +56,12 @@ def open_session(config: RunConfig) -> Iterator[TrainingSession]:
         tokenizer = load_tokenizer(config)
         dataset = PromptDataset(load_rows(config.data.train), tokenizer, config.data)
         stack.enter_context(ray_cluster(config.cluster, namespace=f"relax-{config.run_name}"))
+        _check_gpus(config)
         scorer = ScoringWorkers(config.rewards, startup_timeout=config.sync.timeout_seconds)
         stack.callback(scorer.close)
         trainer = _start_trainer(config, folder)
         stack.callback(trainer.close)
-        pool = _start_engines(config)
+        pool = _start_engines(config, trainer.places() if config.cluster.colocate else [])
         stack.callback(pool.close)
         sync = _make_sync(config, trainer, pool, dataset)
         sync.check_bases()
@@ -111,14 +114,14 @@ def _start_trainer(config: RunConfig, folder: Path) -> RemoteTrainer:
     return RemoteTrainer(
         builds,
         num_threads=_threads(config),
-        num_gpus=_gpu_share(config, config.trainer.device, count=1),
+        num_gpus=_gpus(config.trainer.device, 1),
         timeout=config.trainer.step_timeout_seconds,
     )
 
 
-def _start_engines(config: RunConfig) -> EnginePool:
+def _start_engines(config: RunConfig, trainer_places: list[Place]) -> EnginePool:
     engine = config.engine
-    threads, gpus = _threads(config), _gpu_share(config, engine.device, count=engine.num_gpus)
+    threads, gpus = _threads(config), _gpus(engine.device, engine.num_gpus)
 
     def spawn(index: int) -> RemoteEngine:
         return RemoteEngine(
@@ -126,6 +129,7 @@ def _start_engines(config: RunConfig) -> EnginePool:
             name=f"engine {index}",
             num_threads=threads,
             num_gpus=gpus,
+            guest_of=_shared(trainer_places, index, engine.num_gpus) if trainer_places else None,
             control_timeout=config.sync.timeout_seconds,
             generate_timeout=config.rollout.timeout_seconds,
         )
@@ -138,11 +142,37 @@ def _threads(config: RunConfig) -> int:
     return max(1, num_cpus() // (config.trainer.world_size + config.engine.replicas))
 
 
-def _gpu_share(config: RunConfig, device: str, *, count: int) -> float:
-    """Return the GPUs one process reserves: whole ones, or half of one where trainer and engines share."""
-    if device == "cpu" or num_gpus() == 0:
-        return 0
-    return 0.5 if config.cluster.colocate else count
+def _check_gpus(config: RunConfig) -> None:
+    """Refuse what Ray would wait for without a word.
+
+    Raises:
+        ConfigError: The cluster has too few GPUs.
+    """
+    there = num_gpus()
+    trainer = _gpus(config.trainer.device, config.trainer.world_size)
+    engines = _gpus(config.engine.device, config.engine.num_gpus * config.engine.replicas)
+    if trainer + (0 if config.cluster.colocate else engines) > there:
+        raise ConfigError(
+            f"the Ray cluster has {there} GPUs, the trainer needs {trainer} and the engines {engines}: set "
+            "cluster.colocate to true, lower engine.replicas or the trainer's size, or set trainer.device or "
+            "engine.device to cpu"
+        )
+
+
+def _gpus(device: str, count: int) -> int:
+    """Return the GPUs one process reserves."""
+    return 0 if device == "cpu" or num_gpus() == 0 else count
+
+
+def _shared(trainer: list[Place], index: int, count: int) -> Place:
+    """Return where a colocated engine runs: on the GPUs of the next `count` trainer ranks, round and round."""
+    ranks = [trainer[(index * count + offset) % len(trainer)] for offset in range(min(count, len(trainer)))]
+    if len({place.node_id for place in ranks}) > 1:
+        raise ConfigError(
+            f"cluster.colocate: engine {index} needs {count} GPUs of one node, and the trainer ranks it would share "
+            "them with are on several; lower engine.tensor_parallel_size"
+        )
+    return Place(ranks[0].node_id, tuple(gpu for place in ranks for gpu in place.gpu_ids))
 
 
 def _sampling(config: RunConfig, tokenizer: Any) -> SamplingParams:

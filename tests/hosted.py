@@ -25,6 +25,10 @@ class Misbehaving:
         """Ask for an answer."""
         return self.rank, os.getpid()
 
+    def visible_gpus(self) -> str | None:
+        """Return what CUDA would be allowed to use."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
     def echo(self, value: Any) -> Any:
         """Return what was given."""
         return value

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_pipeline.errors import EngineError
-from relax_pipeline.remote.host import Host
+from relax_pipeline.remote.host import Host, Place
 from relax_pipeline.rollout.base import Engine, EngineInfo
 from relax_pipeline.types import Ack, Completion, GenerateRequest
 
@@ -24,11 +24,14 @@ class RemoteEngine:
         *,
         name: str,
         num_threads: int | None,
-        num_gpus: float,
+        num_gpus: int,
+        guest_of: Place | None = None,
         control_timeout: float,
         generate_timeout: float,
     ) -> None:
-        self._host = Host(build, name=name, error=EngineError, num_threads=num_threads, num_gpus=num_gpus)
+        self._host = Host(
+            build, name=name, error=EngineError, num_threads=num_threads, num_gpus=num_gpus, guest_of=guest_of
+        )
         self._control_timeout, self._generate_timeout = control_timeout, generate_timeout
         # The engine does one thing at a time: a deadline counts from when it is free.
         self._turn = threading.Lock()

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from relax_pipeline.errors import RelaxError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process runs."""
+
+    node_id: str
+    gpu_ids: tuple[str, ...]
+    """As CUDA_VISIBLE_DEVICES on that node names them; empty without GPUs."""
 
 
 class _Host:
     """Builds an object and calls its methods by name. No logic of its own."""
 
-    def __init__(self, build: Callable[[], Any], num_threads: int | None) -> None:
+    def __init__(self, build: Callable[[], Any], num_threads: int | None, gpu_ids: tuple[str, ...]) -> None:
+        if gpu_ids:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
         if num_threads is not None:
             import torch  # noqa: PLC0415 - takes seconds, and only a process that computes needs it
 
@@ -40,6 +53,9 @@ class _Host:
         self._built()
         return os.getpid()
 
+    def place(self) -> Place:
+        return Place(ray.get_runtime_context().get_node_id(), tuple(map(str, ray.get_gpu_ids())))
+
     def _built(self) -> Any:
         if self._failure is not None:
             raise self._failure
@@ -56,7 +72,8 @@ class Host:
         name: str,
         error: type[RelaxError],
         num_threads: int | None = None,
-        num_gpus: float = 0,
+        num_gpus: int = 0,
+        guest_of: Place | None = None,
     ) -> None:
         """Start the process; `build` runs in it. Non-detached: it dies with this process, however that dies.
 
@@ -66,10 +83,17 @@ class Host:
             error: Raised here when the process dies, hangs, or raises something that is not a RelaxError.
             num_threads: torch threads in the process; None for one that does not use torch.
             num_gpus: GPUs reserved for it.
+            guest_of: Run where another process runs and use its GPUs too, instead of reserving any.
         """
         self._name, self._error = name, error
-        options = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0, "max_task_retries": 0}
-        self._actor: Any = ray.remote(_Host).options(**options).remote(build, num_threads)
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0, "max_task_retries": 0}
+        if guest_of is not None:
+            options |= {
+                "num_gpus": 0,
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(guest_of.node_id, soft=False),
+            }
+        gpu_ids = guest_of.gpu_ids if guest_of else ()
+        self._actor: Any = ray.remote(_Host).options(**options).remote(build, num_threads, gpu_ids)
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Start a call; its result is got with `result`."""
@@ -107,6 +131,11 @@ class Host:
         """Return the process id, once the object is built; raises as `result`."""
         pid: int = self.result(self._actor.pid.remote(), timeout=timeout)
         return pid
+
+    def place(self, *, timeout: float) -> Place:
+        """Return where the process runs; raises as `result`."""
+        place: Place = self.result(self._actor.place.remote(), timeout=timeout)
+        return place
 
     def kill(self) -> None:
         """End the process at once."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_pipeline.errors import RelaxError, TrainerError
-from relax_pipeline.remote.host import Host, put, wait_any
+from relax_pipeline.remote.host import Host, Place, put, wait_any
 from relax_pipeline.trainer.base import Bucket, Payload, Trainer, TrainerInfo
 from relax_pipeline.types import TrainingSample
 
@@ -24,7 +24,7 @@ class RemoteTrainer:
     """Implements `Trainer` over one host a rank. Every call goes to all ranks; rank 0 answers."""
 
     def __init__(
-        self, builds: Sequence[Callable[[], Trainer]], *, num_threads: int | None, num_gpus: float, timeout: float
+        self, builds: Sequence[Callable[[], Trainer]], *, num_threads: int | None, num_gpus: int, timeout: float
     ) -> None:
         """Start all ranks; `builds` makes them, in rank order."""
         self._timeout = timeout
@@ -104,6 +104,10 @@ class RemoteTrainer:
     def pids(self) -> list[int]:
         """Return the ranks' process ids, once all are built."""
         return [host.pid(timeout=self._timeout) for host in self._hosts]
+
+    def places(self) -> list[Place]:
+        """Return where the ranks run, so that engines may share their GPUs."""
+        return [host.place(timeout=self._timeout) for host in self._hosts]
 
     def _all(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._gather([host.submit(method, *args, **kwargs) for host in self._hosts])

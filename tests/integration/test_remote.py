@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -42,6 +43,17 @@ def test_object_lives_in_a_process_of_its_own(start: Callable[..., Host]) -> Non
     rank, pid = host.call("info", timeout=30)
     assert rank == 0
     assert pid == host.pid(timeout=30) != os.getpid()
+
+
+def test_a_guest_runs_on_its_hosts_node_and_gpus(start: Callable[..., Host]) -> None:
+    place = start().place(timeout=30)
+    assert place.gpu_ids == ()
+    guest = Host(Misbehaving, name="guest", error=EngineError, guest_of=replace(place, gpu_ids=("3", "5")))
+    try:
+        assert guest.call("visible_gpus", timeout=30) == "3,5"
+        assert guest.place(timeout=30).node_id == place.node_id
+    finally:
+        guest.kill()
 
 
 def test_own_errors_arrive_as_themselves(start: Callable[..., Host]) -> None:
