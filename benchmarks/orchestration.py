@@ -37,8 +37,7 @@ def by_tasks(session: TrainingSession, step: int, watch: Watch) -> None:
     training.reward(session, step)
     training.train(session, step)
     training.sync(session, step)
-    session.finish_step(step)
-    watch.step(session, step)
+    watch.step(step, session.finish_step(step))
 
 
 def by_calls(session: TrainingSession, step: int) -> None:
@@ -55,7 +54,7 @@ def measure(config: RunConfig) -> dict[str, list[float]]:
     with open_session(config) as session:
         session.restore()
         session.sync()
-        watch = Watch(config, step=0)
+        watch = Watch(session, step=0)
         for step in range(1, config.steps + 1):
             started = time.perf_counter()
             if step % 2 == 0:
@@ -63,6 +62,7 @@ def measure(config: RunConfig) -> dict[str, list[float]]:
             else:
                 by_calls(session, step)
             seconds["tasks" if step % 2 == 0 else "calls"].append(time.perf_counter() - started)
+        watch.close()
     return seconds
 
 

@@ -40,7 +40,8 @@ def train_policy(config: RunConfig) -> dict[str, Any]:
         log.info("step %d of %d, from %s", restored["step"], config.steps, restored["checkpoint"] or "the base")
         for problem in restored["passed_over"]:
             log.warning("a damaged checkpoint was passed over: %s", problem)
-        watch = Watch(config, step=restored["step"])
+        watch = Watch(session, step=restored["step"])
+        stack.callback(watch.close)
         progress = stack.enter_context(StepProgress(config, step=restored["step"]))
         training.sync(session, restored["step"])
         if first == 1 and config.evaluation:
@@ -53,8 +54,9 @@ def train_policy(config: RunConfig) -> dict[str, Any]:
             training.sync(session, step)
             if config.evaluates_at(step):
                 training.evaluate(session, step)
-            progress.finish(step, session.finish_step(step))
-            watch.step(session, step)
+            row = session.finish_step(step)
+            progress.finish(step, row)
+            watch.step(step, row)
             if config.saves_at(step):
                 training.save(session, step)
         session.check_learned()

@@ -17,6 +17,7 @@ from relax_pipeline.merge.merge import merge_adapter
 from relax_pipeline.publish.upload import publish_model
 from relax_pipeline.remote.job import run_on_cluster
 from relax_pipeline.storage.files import write_atomic
+from tasks.events import announce
 
 _RETRY_SECONDS = [2.0, 10.0, 30.0]
 _MERGE_CPUS = 2
@@ -54,3 +55,4 @@ def publish(
 def record(run_folder: Path, step: int, published: dict[str, Any]) -> None:
     """Note beside the checkpoints that this step is published."""
     write_atomic(run_folder / "PUBLISHED.json", json.dumps({"step": step, **published}, indent=2) + "\n")
+    announce("published", run_folder.name, {"step": step, "uri": published["uri"], "digest": published["digest"]})

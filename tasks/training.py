@@ -6,8 +6,11 @@ from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
 
+from relax_pipeline.errors import SyncError
 from relax_pipeline.session.session import TrainingSession
+from tasks.events import announce
 
 _RETRY_SECONDS = [1.0, 5.0, 20.0]
 
@@ -27,7 +30,16 @@ def restore(session: TrainingSession) -> dict[str, Any]:
 @task(task_run_name="sync-{step}", cache_policy=NO_CACHE, persist_result=False)
 def sync(session: TrainingSession, step: int) -> dict[str, float]:
     """Bring the engines to the trainer's policy and verify that they run it."""
-    return session.sync().metrics()
+    run_name = session.config.run_name
+    try:
+        report = session.sync()
+    except SyncError as error:
+        announce("sync.failed", run_name, {"step": step, "reason": str(error)})
+        raise
+    for engine, reason in report.quarantined.items():
+        get_run_logger().warning("engine %s is out of service: %s", engine, reason)
+        announce("sync.failed", run_name, {"step": step, "engine": engine, "reason": reason})
+    return report.metrics()
 
 
 @task(task_run_name="rollout-{step}", cache_policy=NO_CACHE, persist_result=False)
@@ -64,4 +76,6 @@ def evaluate(session: TrainingSession, step: int) -> dict[str, float]:
 def save(session: TrainingSession, step: int) -> dict[str, Any]:
     """Write a checkpoint; the only phase that may be repeated as it is."""
     ref = session.save(step)
-    return {"step": ref.step, "path": str(ref.path)}
+    saved = {"step": ref.step, "path": str(ref.path)}
+    announce("checkpoint.committed", session.config.run_name, saved)
+    return saved

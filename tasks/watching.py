@@ -1,73 +1,107 @@
-"""What people see in the Prefect UI. Losing it must never cost training: every call is best effort."""
+"""What people see of a training run in the Prefect UI. Costs the same at every step, and training nothing if lost."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-from uuid import UUID
-
-import httpx
-from prefect.artifacts import (
-    create_markdown_artifact,
-    create_progress_artifact,
-    create_table_artifact,
-    update_progress_artifact,
-)
-from prefect.exceptions import PrefectException
-from prefect.logging import get_run_logger
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
 from relax_pipeline.config import RunConfig
 from relax_pipeline.metrics.curves import curves_markdown
+from relax_pipeline.metrics.history import History
 from relax_pipeline.metrics.log import StepLog
+from relax_pipeline.metrics.report import report_markdown
+from relax_pipeline.metrics.text import bytes_text
 from relax_pipeline.session.session import TrainingSession
+from tasks.artifacts import Content, LiveArtifacts
 
-T = TypeVar("T")
+Row = dict[str, Any]
+_SHOWN_SYNCS = 10
+_SHOWN_CHECKPOINTS = 20
+_SHOWN_STEPS = 5
+"""Whose completions are shown."""
+_CLOSE_SECONDS = 5
 
 
 class Watch:
-    """Progress, curves, checkpoints and sample completions of one training run, as artifacts."""
+    """Progress, curves, sync health, checkpoints and completions of one training run, as artifacts."""
 
-    def __init__(self, config: RunConfig, *, step: int) -> None:
-        self._config = config
-        self._key = re.sub(r"[^a-z0-9-]+", "-", config.run_name.lower()).strip("-")
-        self._progress = self._try(
-            lambda: cast(
-                UUID,  # a coroutine only where the caller is one
-                create_progress_artifact(self._percent(step), f"{self._key}-progress", f"{config.steps} steps"),
-            )
-        )
+    def __init__(self, session: TrainingSession, *, step: int) -> None:
+        self._session, self._config, self._step = session, session.config, step
+        self._history = History()
+        for row in session.metrics.rows():
+            self._history.add(row["step"], row)
+        self._syncs: deque[Row] = deque(session.metrics.tail(_SHOWN_SYNCS), maxlen=_SHOWN_SYNCS)
+        self._artifacts = LiveArtifacts()
+        self._artifacts.show(lambda: [self._progress(step)])
 
-    def step(self, session: TrainingSession, step: int) -> None:
-        """Show a finished step; curves and tables every few steps and at the end."""
-        if step % self._config.tracking.artifact_every and step != self._config.steps:
-            return
-        progress = self._progress
-        if progress is not None:
-            self._try(lambda: update_progress_artifact(progress, progress=self._percent(step)))
-        rows = session.metrics.rows()
-        self._try(lambda: create_markdown_artifact(curves_markdown(rows), key=f"{self._key}-curves"))
-        self._try(lambda: create_table_artifact(_checkpoints(session), key=f"{self._key}-checkpoints"))
-        self._try(lambda: create_table_artifact(_completions(session.samples), key=f"{self._key}-completions"))
+    def step(self, step: int, row: dict[str, float]) -> None:
+        """Take in a finished step; show it every few steps."""
+        self._step = step
+        self._history.add(step, row)
+        self._syncs.append({"step": step, **row})
+        if step % self._config.tracking.artifact_every == 0:
+            self._show()
 
-    def _percent(self, step: int) -> float:
-        return round(100 * step / self._config.steps, 1)
+    def close(self) -> None:
+        """Bring the artifacts up to date, and add the report, if the API is there."""
+        self._show(report_markdown(self._session.run_folder))
+        self._artifacts.close(timeout=_CLOSE_SECONDS)
 
-    def _try(self, call: Callable[[], T]) -> T | None:
-        try:
-            return call()
-        except (httpx.HTTPError, PrefectException, OSError) as error:
-            get_run_logger().warning("the Prefect API did not take an artifact; training goes on: %r", error)
-            return None
+    def _show(self, report: str | None = None) -> None:
+        """Take down what is to be shown; it is drawn and sent in the other thread."""
+        step, rows, syncs = self._step, self._history.rows(), list(self._syncs)
+        checkpoints = checkpoint_table(self._session)
+
+        def contents() -> list[Content]:
+            shown = [
+                self._progress(step),
+                self._content("curves", "markdown", curves_markdown(rows)),
+                self._content("syncs", "table", sync_table(syncs, self._config)),
+                self._content("checkpoints", "table", checkpoints),
+                self._content("completions", "table", completion_table(self._session.samples)),
+            ]
+            return shown if report is None else [*shown, self._content("report", "markdown", report)]
+
+        self._artifacts.show(contents)
+
+    def _progress(self, step: int) -> Content:
+        return self._content("progress", "progress", round(100 * step / self._config.steps, 1))
+
+    def _content(self, what: str, kind: str, data: Any) -> Content:
+        name = self._config.run_name
+        key = re.sub(r"[^a-z0-9-]+", "-", f"{name}-{what}".lower())
+        return Content(key, kind, data, f"{name}: {what}")
 
 
-def _checkpoints(session: TrainingSession) -> list[dict[str, Any]]:
+def sync_table(syncs: Sequence[Row], config: RunConfig) -> list[Row]:
+    """Return the latest syncs, newest first: what was sent, who serves it, and how it was checked."""
     return [
-        {"step": ref.step, "MiB": round(ref.num_bytes / 2**20, 2), "path": str(ref.path)}
-        for ref in reversed(session.checkpoints.committed())
+        {
+            "step": row["step"],
+            "policy version": f"{row.get('policy_version', 0):.0f}",
+            "engines in service": f"{row['sync/engines']:.0f} of {config.engine.replicas}",
+            "sent to each": bytes_text(row["sync/bytes"]),
+            "seconds": f"{row['seconds/sync']:.2f}",
+            "largest probe difference": f"{row['sync/probe_difference']:.2g}"
+            if "sync/probe_difference" in row
+            else "nothing to check",
+        }
+        for row in reversed(syncs)
+        if "sync/engines" in row
     ]
 
 
-def _completions(samples: StepLog) -> list[dict[str, Any]]:
-    """Return the newest completions first."""
-    return [{"step": row["step"], **sample} for row in reversed(samples.rows()[-5:]) for sample in row["samples"]]
+def checkpoint_table(session: TrainingSession) -> list[Row]:
+    """Return the committed checkpoints, newest first."""
+    return [
+        {"step": ref.step, "size": bytes_text(ref.num_bytes), "path": str(ref.path)}
+        for ref in reversed(session.checkpoints.committed()[-_SHOWN_CHECKPOINTS:])
+    ]
+
+
+def completion_table(samples: StepLog) -> list[Row]:
+    """Return the newest completions, newest first."""
+    newest = reversed(samples.tail(_SHOWN_STEPS))
+    return [{"step": row["step"], **sample} for row in newest for sample in row["samples"]]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+_BLOCK_BYTES = 1 << 16
 
 
 class StepLog:
@@ -24,6 +27,19 @@ class StepLog:
         if not self.file.exists():
             return []
         return [json.loads(line) for line in self.file.read_text().split("\n")[:-1]]
+
+    def tail(self, count: int) -> list[dict[str, Any]]:
+        """Return the newest rows, oldest first, without reading the others."""
+        if not self.file.exists():
+            return []
+        with self.file.open("rb") as file:
+            start, data = file.seek(0, os.SEEK_END), b""
+            while start > 0 and data.count(b"\n") <= count:
+                size = min(_BLOCK_BYTES, start)
+                start = file.seek(start - size)
+                data = file.read(size) + data
+        lines = data.split(b"\n")[:-1]
+        return [json.loads(line) for line in lines[-count:]]
 
     def rewind(self, step: int) -> None:
         """Forget the rows after a step."""

@@ -34,26 +34,50 @@ def write_report(run_folder: Path) -> Path:
     """
     config = json.loads((run_folder / "config.json").read_text())
     rows = StepLog(run_folder / "metrics.jsonl").rows()
-    step = rows[-1]["step"] if rows else 0
-    finished = step >= config["steps"]
+    finished, state = _state(rows, config)
     page = _template().render(
         name=config["run_name"],
         finished=finished,
-        state="finished" if finished else f"at step {step:,} of {config['steps']:,}",
+        state=state,
         subtitle=_subtitle(config),
         figures=_figures(rows, config),
         charts=list(charts(rows).values()),
-        tables={
-            "Sync health": _sync_health(rows, config),
-            "Attempts": _attempts(run_folder),
-            "Model": _model_facts(run_folder),
-        },
+        tables=_tables(run_folder, rows, config),
         samples=_spread(StepLog(run_folder / "samples.jsonl").rows(), _SAMPLED_STEPS),
         config=json.dumps(config, indent=2),
     )
     file = run_folder / "report.html"
     file.write_text(page)
     return file
+
+
+def report_markdown(run_folder: Path) -> str:
+    """Return the report's figures and tables, without curves and completions, as Markdown."""
+    config = json.loads((run_folder / "config.json").read_text())
+    rows = StepLog(run_folder / "metrics.jsonl").rows()
+    _, state = _state(rows, config)
+    figures = [(figure.label, f"{figure.value} ({figure.detail})") for figure in _figures(rows, config)]
+    sections = [f"# {config['run_name']}: {state}", _subtitle(config)]
+    for title, pairs in {"Figures": figures, **_tables(run_folder, rows, config)}.items():
+        if pairs:
+            table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in pairs)]
+            sections += [f"## {title}", "\n".join(table)]
+    return "\n\n".join(sections) + "\n"
+
+
+def _state(rows: Rows, config: dict[str, Any]) -> tuple[bool, str]:
+    """Return whether a run is finished, and how far it is, in words."""
+    step = rows[-1]["step"] if rows else 0
+    finished = step >= config["steps"]
+    return finished, "finished" if finished else f"at step {step:,} of {config['steps']:,}"
+
+
+def _tables(run_folder: Path, rows: Rows, config: dict[str, Any]) -> dict[str, Pairs]:
+    return {
+        "Sync health": _sync_health(rows, config),
+        "Attempts": _attempts(run_folder),
+        "Model": _model_facts(run_folder),
+    }
 
 
 def _template() -> Any:

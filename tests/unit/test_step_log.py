@@ -60,3 +60,19 @@ def test_line_separators_inside_texts_do_not_cut_lines(log: StepLog) -> None:
 def test_series_leaves_out_steps_without_the_metric(log: StepLog) -> None:
     log.append(4, {"other": 1})
     assert series(log.rows(), "reward") == [(1, 0.5), (2, 1.0), (3, 1.5)]
+
+
+def test_tail_of_no_file_is_no_rows(tmp_path: Path) -> None:
+    assert StepLog(tmp_path / "metrics.jsonl").tail(2) == []
+
+
+@pytest.mark.parametrize(("count", "steps"), [(1, [3]), (2, [2, 3]), (9, [1, 2, 3])])
+def test_tail_is_the_newest_rows(log: StepLog, count: int, steps: list[int]) -> None:
+    assert [row["step"] for row in log.tail(count)] == steps
+
+
+def test_tail_reads_rows_larger_than_a_block_and_leaves_out_a_cut_one(log: StepLog) -> None:
+    log.append(4, {"text": "x" * 200_000})
+    with log.file.open("a") as file:
+        file.write('{"step": 5, "te')
+    assert [row["step"] for row in log.tail(2)] == [3, 4]
