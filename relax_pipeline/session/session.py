@@ -52,6 +52,7 @@ class TrainingSession:
 
     Attributes:
         config: Of the run.
+        run_folder: Where its files are.
         metrics: A row a step.
         samples: Trained prompts and a few completions, a row a step.
         checkpoints: Of the run.
@@ -70,7 +71,7 @@ class TrainingSession:
         evaluation: Evaluation | None,
         processes: Callable[[], dict[str, Any]],
     ) -> None:
-        self.config = config
+        self.config, self.run_folder = config, run_folder
         self.metrics = StepLog(run_folder / "metrics.jsonl")
         self.samples = StepLog(run_folder / "samples.jsonl")
         self._attempts = StepLog(run_folder / "attempts.jsonl")
