@@ -196,7 +196,11 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """What an engine says it holds after a sync; the digest is read back from its own memory."""
+    """What an engine says it holds after a sync.
+
+    The digest is of the engine's own memory where it can be read back (hf), else of the memory that was handed to the
+    server, once the server has confirmed the version's name (sglang). Only the probe shows what is served.
+    """
 
     engine_id: str
     incarnation: str

@@ -26,6 +26,11 @@ class EngineSection(Section):
         """GPUs of one engine, where there are any."""
         return 1
 
+    @property
+    def streams(self) -> int:
+        """Batches an engine is given side by side."""
+        return 1
+
 
 class HfEngineConfig(EngineSection):
     """transformers, in a Ray actor. The embedded default and the reference the other engines are tested against."""
@@ -34,18 +39,40 @@ class HfEngineConfig(EngineSection):
 
 
 class SglangEngineConfig(EngineSection):
-    """An SGLang server per engine."""
+    """An SGLang server per engine, a child process of the engine's Ray actor."""
 
     kind: Literal["sglang"] = "sglang"
-    batch_size: Annotated[int, Field(ge=1)] = 1024
+    batch_size: Annotated[int, Field(ge=1)] = 8
+    """Completions in one request: neighbours share a prompt and its cache. The server decodes all requests together."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     data_parallel_size: Annotated[int, Field(ge=1)] = 1
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    """Share of a GPU's memory for weights and key-value cache."""
+    max_cached_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Tokens the key-value cache holds; None: what memory_fraction leaves, 16384 on a CPU."""
+    max_running_requests: Annotated[int, Field(ge=1)] = 256
+    """Completions decoded together."""
+    cuda_graph_max_batch: Annotated[int, Field(ge=0)] = 256
+    """Largest decode batch that is captured as a CUDA graph; more take longer to start. 0: none."""
+    attention_backend: str | None = None
+    """SGLang's name; None: its own choice, torch_native on a CPU."""
+    deterministic: bool = False
+    """Honour each request's seed, with kernels whose results do not depend on the batch: slower. Else a completion
+    lost with its engine is drawn anew, and two runs of one configuration differ."""
+    offload: bool = False
+    """Let `sleep` free the GPU's memory; needs the package torch_memory_saver."""
+    extra_args: tuple[str, ...] = ()
+    """Further arguments of sglang.launch_server, as on its command line; they come last and win."""
 
     @property
     def num_gpus(self) -> int:
         """GPUs of one engine, where there are any."""
         return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def streams(self) -> int:
+        """Batches an engine is given side by side: enough to keep it full."""
+        return max(1, self.max_running_requests // self.batch_size)
 
 
 class VllmEngineConfig(EngineSection):

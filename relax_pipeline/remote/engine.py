@@ -71,14 +71,6 @@ class RemoteEngine:
         logprobs: list[NDArray[np.float32]] = self._control("logprobs", sequences, version=version)
         return logprobs
 
-    def pause(self) -> None:
-        """See `Engine.pause`."""
-        self._control("pause")
-
-    def resume(self) -> None:
-        """See `Engine.resume`."""
-        self._control("resume")
-
     def close(self) -> None:
         """End the engine's process."""
         self._host.kill()

@@ -30,7 +30,8 @@ class EngineInfo:
     pid: int
     """Process that serves."""
     base_tensors_digest: str
-    """Of the tensors it loaded from the model folder, in the dtype it serves."""
+    """Of the model folder's tensors in the dtype it serves; of those in its memory where it can read them back. The
+    probe of version 0 shows that it serves them."""
     leaf_modules: tuple[str, ...]
     """Leaf names of the modules that can carry an adapter, sorted."""
     max_rank: int | None = None
@@ -40,7 +41,7 @@ class EngineInfo:
 class Engine(Protocol):
     """One rollout server. Versions are policy versions; each is staged, activated and at last retired.
 
-    All methods raise EngineError when the engine cannot do what was asked, and leave what it serves as it was.
+    Whoever replaces weights makes sure that no request runs meanwhile (`EnginePool.drained`). All methods raise EngineError when the engine cannot do what was asked, and leave what it serves as it was.
     """
 
     def info(self) -> EngineInfo:
@@ -56,7 +57,7 @@ class Engine(Protocol):
         ...
 
     def activate(self, version: int) -> Ack:
-        """Serve a version that was staged or loaded; the digest is computed from the engine's own memory."""
+        """Serve a version that was staged or loaded, and say what it is; see `Ack`."""
         ...
 
     def retire(self, version: int) -> None:
@@ -73,14 +74,6 @@ class Engine(Protocol):
 
     def logprobs(self, sequences: Sequence[Sequence[int]], *, version: int | None) -> list[NDArray[np.float32]]:
         """Return [len - 1] logprobs at temperature 1 of each token after the first; version None is the bare base."""
-        ...
-
-    def pause(self) -> None:
-        """Take no further requests until `resume`."""
-        ...
-
-    def resume(self) -> None:
-        """Take requests again."""
         ...
 
     def close(self) -> None:

@@ -42,7 +42,6 @@ class HfEngine:
         self._staged: set[int] = set()
         self._active: set[int] = set()
         self._weights_version: int | None = None
-        self._paused = False
         self._info = EngineInfo(
             engine_id=engine_id,
             incarnation=uuid.uuid4().hex[:12],
@@ -108,8 +107,6 @@ class HfEngine:
     @torch.inference_mode()
     def generate(self, requests: Sequence[GenerateRequest], *, version: int) -> list[Completion]:
         """See `Engine.generate`."""
-        if self._paused:
-            raise EngineError(f"engine {self._info.engine_id} is paused")
         completions: list[Completion] = []
         with self._serving(version):
             for start in range(0, len(requests), self._batch_size):
@@ -127,14 +124,6 @@ class HfEngine:
                 logprobs_SV = torch.log_softmax(self._model(ids_1S).logits[0, :-1].float(), dim=-1)
                 results.append(logprobs_SV.gather(-1, ids_1S[0, 1:, None])[:, 0].cpu().numpy())
         return results
-
-    def pause(self) -> None:
-        """See `Engine.pause`."""
-        self._paused = True
-
-    def resume(self) -> None:
-        """See `Engine.resume`."""
-        self._paused = False
 
     def close(self) -> None:
         """See `Engine.close`."""

@@ -18,5 +18,9 @@ def make_engine(config: RunConfig, *, engine_id: str) -> Engine:
             from relax_pipeline.rollout.hf import HfEngine  # noqa: PLC0415
 
             return HfEngine(engine_id=engine_id, model=config.model, config=config.engine)
+        case "sglang":
+            from relax_pipeline.rollout.sglang.make import make_sglang_engine  # noqa: PLC0415
+
+            return make_sglang_engine(config, engine_id=engine_id)
         case kind:
-            raise ConfigError(f"engine.kind {kind!r} is not available yet; use hf")
+            raise ConfigError(f"engine.kind {kind!r} is not available yet; use hf or sglang")

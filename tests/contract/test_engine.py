@@ -198,14 +198,6 @@ def test_completions_are_stamped(engine: Engine) -> None:
     )
 
 
-def test_paused_engine_takes_no_requests(engine: Engine) -> None:
-    engine.pause()
-    with pytest.raises(EngineError, match="engine-0 is paused"):
-        engine.generate(requests(1), version=1)
-    engine.resume()
-    assert len(engine.generate(requests(1), version=1)) == 1
-
-
 # --- Versions ---
 
 

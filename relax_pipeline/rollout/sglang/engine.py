@@ -1,0 +1,251 @@
+"""The production engine: an SGLang server as a child process, asked for tokens and given weights over HTTP."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from relax_pipeline.config import ModelConfig, SglangEngineConfig
+from relax_pipeline.errors import EngineError, UnknownVersionError
+from relax_pipeline.lora.adapter import combine_digests, peft_config
+from relax_pipeline.rollout.base import EngineInfo, adapter_name
+from relax_pipeline.rollout.sglang.checks import check_adapter, check_weights, digests_of
+from relax_pipeline.rollout.sglang.launch import LoraRoom, server_command, server_environment
+from relax_pipeline.rollout.sglang.model_folder import read_model_folder
+from relax_pipeline.rollout.sglang.requests import completion, generate_body, logprobs_body, sequence_logprobs
+from relax_pipeline.rollout.sglang.server import Server
+from relax_pipeline.rollout.sglang.wire import FORMAT, bucket
+from relax_pipeline.rollout.shared import SharedTensors
+from relax_pipeline.types import Ack, Adapter, Completion, GenerateRequest
+
+
+class SglangEngine:
+    """Implements `Engine`; methods may be called from several threads, and the server batches over all of them.
+
+    The server tells what it holds by name only, so an `Ack` here has the digest of the memory the server was given,
+    after it has confirmed the name. That it serves those bytes is what the probe of `WeightSync` shows.
+
+    Requests' seeds are honoured with `deterministic` only; without it the server draws from a stream of its own.
+    A completion ends at its stop tokens and, if it has any, at the end tokens of the model's own configuration.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine_id: str,
+        model: ModelConfig,
+        config: SglangEngineConfig,
+        lora: LoraRoom | None,
+        log_folder: Path,
+        control_timeout: float,
+        generate_timeout: float,
+    ) -> None:
+        """Start the server and wait for it.
+
+        Args:
+            engine_id: Name of the engine's place; its incarnation is drawn anew.
+            model: The base.
+            config: The backend's settings.
+            lora: Room for adapters; None: the engine serves whole models only.
+            log_folder: Gets the server's log.
+            control_timeout: Seconds for the start, and for every call but `generate`.
+            generate_timeout: Seconds for `generate`.
+
+        Raises:
+            EngineError: The server did not come up; with the end of its log.
+            ModelError: The model folder is no checkpoint.
+        """
+        self._id, self._incarnation = engine_id, uuid.uuid4().hex[:12]
+        self._config, self._lora = config, lora
+        self._control_timeout, self._generate_timeout = control_timeout, generate_timeout
+        self._base, self._folder = model.path, read_model_folder(Path(model.path))
+        self._dtype: torch.dtype = getattr(torch, model.dtype)
+        self._staged: dict[int, Ack] = {}
+        self._active: dict[int, Ack] = {}
+        self._weights_version: int | None = None
+        self._received: dict[str, str] = {}
+        self._gate = threading.Condition()
+        self._in_flight = 0
+        self._asleep = False
+        with ThreadPoolExecutor(1) as thread:
+            digest = thread.submit(self._folder.digest, self._dtype)
+            self._server = Server(
+                lambda port: server_command(config, model, lora=lora, port=port),
+                server_environment(config),
+                name=f"engine {engine_id} (SGLang)",
+                log=log_folder / f"{engine_id}-{self._incarnation}.log",
+                timeout=control_timeout,
+            )
+        self._info = EngineInfo(
+            engine_id=engine_id,
+            incarnation=self._incarnation,
+            pid=self._server.pid,
+            base_tensors_digest=digest.result(),
+            leaf_modules=lora.leaf_modules if lora else (),
+            max_rank=lora.rank if lora else None,
+        )
+
+    def info(self) -> EngineInfo:
+        """See `Engine.info`."""
+        self._server.get("/health", timeout=self._control_timeout)
+        return self._info
+
+    def stage(self, adapter: Adapter) -> None:
+        """See `Engine.stage`."""
+        version = adapter.info.version
+        if version in self._staged or version in self._active:
+            raise EngineError(f"engine {self._id} already holds version {version}; versions never change")
+        check_adapter(adapter, room=self._lora, linears=self._folder.linear_shapes())
+        digest = combine_digests(digests_of(adapter.tensors, version=version))
+        with _in_memory(adapter.tensors) as block:
+            self._control(
+                "/load_lora_adapter_from_tensors",
+                lora_name=adapter_name(version),
+                config_dict=peft_config(adapter.spec, self._base),
+                serialized_tensors=bucket(block),
+                load_format=FORMAT,
+            )
+        self._staged[version] = self._ack(version, digest, adapter.info.modules)
+
+    def load_weights(self, tensors: Mapping[str, torch.Tensor], *, version: int) -> None:
+        """See `Engine.load_weights`."""
+        check_weights(tensors, version=version, shapes=self._folder.shapes, dtype=self._dtype)
+        digests = digests_of(tensors, version=version)
+        if version != self._weights_version:
+            self._received.clear()
+        self._weights_version = version
+        self._active.clear()
+        with self._idle("replace its weights"), _in_memory(tensors) as block:
+            self._control(
+                "/update_weights_from_tensor",
+                serialized_named_tensors=[bucket(block)] * self._config.tensor_parallel_size,
+                load_format=FORMAT,
+                flush_cache=True,  # or prompts seen before are answered from the old weights' cache
+                weight_version=str(version),
+            )
+        self._received |= digests
+
+    def activate(self, version: int) -> Ack:
+        """See `Engine.activate`."""
+        if version in self._active:
+            return self._active[version]
+        if version == self._weights_version:
+            missing = sorted(set(self._folder.tensors) - set(self._received))
+            if missing:
+                raise EngineError(f"engine {self._id}, version {version}: never received {missing[:4]}")
+            self._active[version] = self._ack(version, combine_digests(self._received), tuple(sorted(self._received)))
+        elif version in self._staged:
+            listed = self._server.get("/v1/models", timeout=self._control_timeout)["data"]
+            if adapter_name(version) not in {entry["id"] for entry in listed}:
+                raise EngineError(f"engine {self._id}: SGLang does not list {adapter_name(version)}, which it was sent")
+            self._active[version] = self._staged.pop(version)
+        else:
+            raise UnknownVersionError(f"engine {self._id} was never sent version {version}")
+        return self._active[version]
+
+    def retire(self, version: int) -> None:
+        """See `Engine.retire`."""
+        held = version in self._staged or version in self._active
+        if held and version != self._weights_version:
+            self._staged.pop(version, None)
+            self._active.pop(version, None)
+            self._control("/unload_lora_adapter", lora_name=adapter_name(version))
+
+    def generate(self, requests: Sequence[GenerateRequest], *, version: int) -> list[Completion]:
+        """See `Engine.generate`."""
+        body = generate_body(requests, adapter=self._adapter(version), seeded=self._config.deterministic)
+        with self._working():
+            answers = self._server.post("/generate", body, timeout=self._generate_timeout)
+        return [
+            completion(answer, policy_version=version, engine_id=self._id, incarnation=self._incarnation)
+            for answer in answers
+        ]
+
+    def logprobs(self, sequences: Sequence[Sequence[int]], *, version: int | None) -> list[NDArray[np.float32]]:
+        """See `Engine.logprobs`."""
+        body = logprobs_body(sequences, adapter=self._adapter(version))
+        with self._working():
+            answers = self._server.post("/generate", body, timeout=self._control_timeout)
+        return [sequence_logprobs(answer) for answer in answers]
+
+    def sleep(self, *, weights: bool) -> None:
+        """Free the GPU memory of the key-value cache and, if asked, of the weights, until `wake`.
+
+        Raises:
+            EngineError: engine.offload is off, or requests are running, which SGLang would not survive.
+        """
+        if not self._config.offload:
+            raise EngineError(f"engine {self._id} cannot sleep: set engine.offload to true")
+        with self._idle("sleep"):
+            self._control("/release_memory_occupation", tags=["kv_cache", "weights"] if weights else ["kv_cache"])
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Take the memory back; weights come from a copy on the host."""
+        if self._asleep:
+            self._control("/resume_memory_occupation")
+            self._asleep = False
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._server.stop()
+
+    def _control(self, path: str, **body: Any) -> None:
+        answer = self._server.post(path, body, timeout=self._control_timeout)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            reason = answer.get("error_message") or answer.get("message")
+            raise EngineError(f"engine {self._id}: SGLang refused {path}: {reason}")
+
+    def _ack(self, version: int, digest: str, modules: tuple[str, ...]) -> Ack:
+        return Ack(self._id, self._incarnation, version, digest, modules)
+
+    def _adapter(self, version: int | None) -> str | None:
+        """Return the adapter's name for requests to a version, None for the model's own weights."""
+        if version is None and self._weights_version is None:
+            return None
+        if version is None or version not in self._active:
+            raise UnknownVersionError(f"engine {self._id} holds policy versions {sorted(self._active)}, not {version}")
+        return None if version == self._weights_version else adapter_name(version)
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Count a request that runs."""
+        with self._gate:
+            if self._asleep:
+                raise EngineError(f"engine {self._id} is asleep; wake it first")
+            self._in_flight += 1
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._in_flight -= 1
+
+    @contextmanager
+    def _idle(self, purpose: str) -> Iterator[None]:
+        """Keep new requests out of this block; refuse to enter it while any runs."""
+        with self._gate:
+            if self._in_flight:
+                raise EngineError(f"engine {self._id} cannot {purpose} while {self._in_flight} requests run")
+            yield
+
+
+@contextmanager
+def _in_memory(tensors: Mapping[str, torch.Tensor]) -> Iterator[SharedTensors]:
+    """Give the tensors as a block the server can map; one made here goes when the server lets go of it."""
+    if isinstance(tensors, SharedTensors):
+        yield tensors
+        return
+    block = SharedTensors.write(tensors)
+    try:
+        yield block
+    finally:
+        block.unlink()

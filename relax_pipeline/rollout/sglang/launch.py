@@ -1,0 +1,135 @@
+"""The command line and environment of an SGLang server, from the run's configuration."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from relax_pipeline.config import ModelConfig, SglangEngineConfig
+from relax_pipeline.errors import EngineError
+from relax_pipeline.models import resolve_device
+
+_CPU_STAND_IN = Path(__file__).parent / "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRoom:
+    """What the server sets aside for adapters; a server without it cannot host any."""
+
+    rank: int
+    leaf_modules: tuple[str, ...]
+    versions: int
+    """Adapters held side by side."""
+
+
+def server_command(config: SglangEngineConfig, model: ModelConfig, *, lora: LoraRoom | None, port: int) -> list[str]:
+    """Return the server's command line. Token ids in, token ids out: it loads no tokenizer.
+
+    Raises:
+        EngineError: engine.device is cuda and there is none.
+    """
+    options: dict[str, object] = {
+        "--model-path": model.path,
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--dtype": model.dtype,
+        "--tp-size": config.tensor_parallel_size,
+        "--dp-size": config.data_parallel_size,
+        "--max-running-requests": config.max_running_requests,
+        "--grammar-backend": "none",
+        "--log-level": "info",
+    }
+    switches = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
+    options |= _cpu_options(config) if on_cpu(config) else _cuda_options(config)
+    if not options.get("--cuda-graph-max-bs-decode"):
+        options.pop("--cuda-graph-max-bs-decode", None)
+        switches.append("--disable-cuda-graph")
+    if on_cpu(config):
+        switches.append("--disable-overlap-schedule")
+    if config.deterministic:
+        switches.append("--enable-deterministic-inference")
+    if config.offload:
+        switches.append("--enable-memory-saver")
+    if model.trust_remote_code:
+        switches.append("--trust-remote-code")
+    arguments = [str(part) for option in options.items() for part in option]
+    return [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        *arguments,
+        *switches,
+        *(_lora_arguments(lora, config) if lora else ()),
+        *config.extra_args,
+    ]
+
+
+def server_environment(config: SglangEngineConfig) -> dict[str, str]:
+    """Return the server's environment: ours, with what SGLang needs."""
+    environment = dict(os.environ)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # without .pyc files each process compiles SGLang again
+    # Offline, or a request for a dropped adapter asks the hub for it; and /health must not wait for a token.
+    environment |= {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
+    if on_cpu(config):
+        ranks = range(config.tensor_parallel_size)
+        environment |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in ranks),
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(_CPU_STAND_IN), os.environ.get("PYTHONPATH")))),
+        }
+        if len(ranks) == 1:
+            del environment["SGLANG_CPU_OMP_THREADS_BIND"]
+    return environment
+
+
+def on_cpu(config: SglangEngineConfig) -> bool:
+    """Whether the server runs without a GPU."""
+    return resolve_device(config.device).type == "cpu"
+
+
+def _cpu_options(config: SglangEngineConfig) -> dict[str, object]:
+    return {
+        "--device": "cpu",
+        "--attention-backend": config.attention_backend or "torch_native",
+        "--sampling-backend": "pytorch",
+        "--mem-fraction-static": 0.2,
+        "--max-total-tokens": config.max_cached_tokens or 16384,
+    }
+
+
+def _cuda_options(config: SglangEngineConfig) -> dict[str, object]:
+    options: dict[str, object] = {
+        "--mem-fraction-static": config.memory_fraction,
+        "--cuda-graph-max-bs-decode": config.cuda_graph_max_batch,
+    }
+    if config.attention_backend is not None:
+        options["--attention-backend"] = config.attention_backend
+    if config.max_cached_tokens is not None:
+        options["--max-total-tokens"] = config.max_cached_tokens
+    if config.tensor_parallel_size > torch.cuda.device_count():
+        raise EngineError(
+            f"engine.tensor_parallel_size is {config.tensor_parallel_size} and this process sees "
+            f"{torch.cuda.device_count()} GPUs; lower it, or give each engine more"
+        )
+    return options
+
+
+def _lora_arguments(lora: LoraRoom, config: SglangEngineConfig) -> Sequence[str]:
+    """Room for the versions kept, one that arrives, and the bare base, which counts as one in a batch."""
+    room = str(lora.versions + 2)
+    arguments = [
+        "--enable-lora",
+        *("--max-lora-rank", str(lora.rank)),
+        *("--max-loaded-loras", room),
+        *("--max-loras-per-batch", room),
+    ]
+    if on_cpu(config):
+        arguments += ["--lora-backend", "torch_native"]
+    return [*arguments, "--lora-target-modules", *lora.leaf_modules]

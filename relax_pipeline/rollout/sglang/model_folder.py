@@ -1,0 +1,63 @@
+"""What a server will hold, read from the model folder: it answers no such question itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from relax_pipeline.errors import ModelError
+from relax_pipeline.lora.adapter import combine_digests, tensor_digest
+from relax_pipeline.safetensors_io.header import TensorInfo, read_header
+from relax_pipeline.safetensors_io.read import read_tensor
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """Names and shapes of a model's tensors, a tied head under both of its names."""
+
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """By tensor name."""
+        return {name: tuple(info.shape) for name, info in self.tensors.items()}
+
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return (out, in) by module name, of the linear modules inside decoder layers."""
+        return {
+            name.removesuffix(".weight"): (info.shape[0], info.shape[1])
+            for name, info in self.tensors.items()
+            if name.endswith(".weight") and len(info.shape) == 2 and ".layers." in name
+        }
+
+    def digest(self, dtype: torch.dtype) -> str:
+        """Return `EngineInfo.base_tensors_digest` of a server that loads this folder in a dtype."""
+
+        def one(info: TensorInfo) -> str:
+            return tensor_digest(read_tensor(info).to(dtype))
+
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # hashlib lets other threads run
+            return combine_digests(dict(zip(self.tensors, threads.map(one, self.tensors.values()), strict=True)))
+
+
+def read_model_folder(folder: Path) -> ModelFolder:
+    """Read the headers of a Hugging Face checkpoint.
+
+    Raises:
+        ModelError: The folder holds no config.json or no safetensors.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not (folder / "config.json").is_file() or not files:
+        raise ModelError(f"model.path {folder} is no Hugging Face checkpoint: it lacks config.json or *.safetensors")
+    tensors = {info.name: info for file in files for info in read_header(file).tensors}
+    config = json.loads((folder / "config.json").read_text())
+    if config.get("tie_word_embeddings") and _HEAD not in tensors and _EMBEDDING in tensors:
+        tensors[_HEAD] = tensors[_EMBEDDING]
+    return ModelFolder(tensors)
