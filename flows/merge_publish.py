@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
+from prefect.logging import get_run_logger
 
 from flows.giving_up import give_up_on_user_errors
 from relax_pipeline.finished import describe_model, finished_run
@@ -22,6 +23,7 @@ def merge_and_publish(
     destination: str | None = None,
     endpoint_url: str | None = None,
     ray_address: str | None = None,
+    only_if_enabled: bool = False,
 ) -> dict[str, Any]:
     """Merge a run's adapter into its base and publish the result. Doing it again changes nothing.
 
@@ -32,9 +34,13 @@ def merge_and_publish(
         destination: file:///folder or s3://bucket/prefix; none: the run's publish.destination, or only merge.
         endpoint_url: Of an S3-compatible store; none: the run's, or AWS.
         ray_address: Merge on this Ray cluster, which must reach the run's files; none: in this process.
+        only_if_enabled: Do nothing for a run without publish.enabled. For triggers, which see every training run.
     """
     with give_up_on_user_errors():
         run = finished_run(Path(output_dir), run_name, step=step)
+        if only_if_enabled and not run.config.publish.enabled:
+            get_run_logger().info("%s has publish.enabled off: nothing to do", run_name)
+            return {"step": run.step}
         merged = run.folder / "merged" / f"step-{run.step:07d}"
         report = publishing.merge(
             Path(run.config.model.path), run.checkpoint, run.step, merged, ray_address=ray_address

@@ -6,10 +6,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from relax_pipeline.checkpoint.manifest import read_manifest
 from relax_pipeline.checkpoint.store import CheckpointStore
 from relax_pipeline.config import RunConfig
-from relax_pipeline.errors import CheckpointError
+from relax_pipeline.errors import CheckpointError, ConfigError
 from relax_pipeline.metrics.log import StepLog, series
 from relax_pipeline.publish.card import model_card
 
@@ -31,11 +33,12 @@ def finished_run(output_dir: Path, run_name: str, *, step: int | None) -> Finish
 
     Raises:
         CheckpointError: No such run, or no such checkpoint; lists those there are.
+        ConfigError: Its config.json cannot be read.
     """
     folder = output_dir.expanduser().resolve() / run_name
     if not (folder / "config.json").is_file():
-        runs = sorted(path.parent.name for path in folder.parent.glob("*/config.json"))
-        raise CheckpointError(f"no run {run_name!r} in {folder.parent}; there: {', '.join(runs) or 'none'}")
+        runs = ", ".join(run_names(output_dir)) or "none"
+        raise CheckpointError(f"no run {run_name!r} in {folder.parent}; there: {runs}")
     refs = {ref.step: ref for ref in CheckpointStore(folder / "checkpoints").committed()}
     wanted = max(refs, default=None) if step is None else step
     if wanted is None or wanted not in refs:
@@ -43,8 +46,34 @@ def finished_run(output_dir: Path, run_name: str, *, step: int | None) -> Finish
             f"run {run_name!r} has no checkpoint{'' if step is None else f' of step {step}'}; "
             f"there: {', '.join(map(str, sorted(refs))) or 'none yet'}"
         )
-    config = RunConfig.model_validate_json((folder / "config.json").read_text())
-    return FinishedRun(folder, config, wanted, refs[wanted].path)
+    return FinishedRun(folder, _read_config(folder / "config.json"), wanted, refs[wanted].path)
+
+
+def run_names(output_dir: Path) -> list[str]:
+    """Return the runs in a folder, sorted."""
+    return sorted(path.parent.name for path in output_dir.expanduser().glob("*/config.json"))
+
+
+def awaits_publishing(output_dir: Path, run_name: str) -> bool:
+    """Return whether a run has done all its steps, is to be published, and its newest checkpoint is not.
+
+    Raises:
+        ConfigError: Its config.json cannot be read.
+    """
+    folder = output_dir.expanduser().resolve() / run_name
+    config = _read_config(folder / "config.json")
+    refs = CheckpointStore(folder / "checkpoints").committed()
+    if not config.publish.enabled or not refs or refs[-1].step < config.steps:
+        return False
+    record = folder / "PUBLISHED.json"
+    return not record.is_file() or json.loads(record.read_text())["step"] != refs[-1].step
+
+
+def _read_config(file: Path) -> RunConfig:
+    try:
+        return RunConfig.model_validate_json(file.read_text())
+    except ValidationError as error:
+        raise ConfigError(f"{file} is no configuration this version reads; correct or remove it: {error}") from error
 
 
 def describe_model(run: FinishedRun) -> dict[str, str]:
