@@ -87,14 +87,15 @@ def split_updates(groups: Sequence[Sequence[TrainingSample]], updates: int) -> l
     return [list(chain.from_iterable(groups[start:end])) for start, end in pairwise(bounds)]
 
 
-def micro_batches(samples: Sequence[TrainingSample], budget_tokens: int) -> list[list[int]]:
+def micro_batches(samples: Sequence[TrainingSample], budget_tokens: int, *, packed: bool = False) -> list[list[int]]:
     """Return indices into samples, each once, batched so that a padded batch holds at most budget_tokens.
 
-    Longest first, ties in their order, filled greedily; a sample longer than the budget is a batch of its own.
+    Longest first, ties in their order, filled greedily; a sample longer than the budget is a batch of its own. Packed
+    batches have no padding, so only the samples' own tokens count.
     """
     batches: list[list[int]] = []
     for index in sorted(range(len(samples)), key=lambda i: -samples[i].num_tokens):
-        if batches and _padded_tokens(samples, [*batches[-1], index]) <= budget_tokens:
+        if batches and _num_tokens(samples, [*batches[-1], index], packed) <= budget_tokens:
             batches[-1].append(index)
         else:
             batches.append([index])
@@ -102,7 +103,12 @@ def micro_batches(samples: Sequence[TrainingSample], budget_tokens: int) -> list
 
 
 def split_for_rank(
-    batches: Sequence[Sequence[int]], samples: Sequence[TrainingSample], *, rank: int, world_size: int
+    batches: Sequence[Sequence[int]],
+    samples: Sequence[TrainingSample],
+    *,
+    rank: int,
+    world_size: int,
+    packed: bool = False,
 ) -> list[list[int]]:
     """Return the micro-batches of one data-parallel rank; every rank gets the same number of them.
 
@@ -112,10 +118,12 @@ def split_for_rank(
     """
     dealt = [list(batch) for batch in batches]
     while len(dealt) % world_size and any(len(batch) > 1 for batch in dealt):
-        largest = max((batch for batch in dealt if len(batch) > 1), key=lambda batch: _padded_tokens(samples, batch))
+        largest = max(
+            (batch for batch in dealt if len(batch) > 1), key=lambda batch: _num_tokens(samples, batch, packed)
+        )
         dealt.remove(largest)
         dealt += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
-    dealt.sort(key=lambda batch: -_padded_tokens(samples, batch))
+    dealt.sort(key=lambda batch: -_num_tokens(samples, batch, packed))
     dealt += [[] for _ in range(-len(dealt) % world_size)]
     rounds = [dealt[start : start + world_size] for start in range(0, len(dealt), world_size)]
     return [round_[rank if number % 2 == 0 else world_size - 1 - rank] for number, round_ in enumerate(rounds)]
@@ -171,8 +179,10 @@ def _sample(prompt: Prompt, completion: Completion, advantage: float, filter_ove
     )
 
 
-def _padded_tokens(samples: Sequence[TrainingSample], indices: Sequence[int]) -> int:
-    """Cells of the padded batch: prompts and completions are padded each to their own longest."""
+def _num_tokens(samples: Sequence[TrainingSample], indices: Sequence[int], packed: bool) -> int:
+    """Tokens of the batch; unless packed, prompts and completions are padded each to their own longest."""
+    if packed:
+        return sum(samples[i].num_tokens for i in indices)
     prompt = max(len(samples[i].prompt_ids) for i in indices)
     completion = max(len(samples[i].completion_ids) for i in indices)
     return len(indices) * (prompt + completion)

@@ -1,0 +1,106 @@
+"""A micro-batch as Megatron reads it: samples packed one after another, without padding between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from relax_pipeline.rl.batching import PaddedBatch, micro_batches, pad_batch, split_for_rank
+from relax_pipeline.types import TrainingSample
+
+# S packed tokens; B sequences, T longest completion
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """One row of tokens, and where the completions are in it."""
+
+    input_ids_1S: torch.Tensor
+    position_ids_1S: torch.Tensor
+    """0 on the first token of each sample."""
+    next_ids_S: torch.Tensor
+    """The token that follows; after a sample's last one, anything."""
+    packing: PackedSeqParams
+    predicts_BT: torch.Tensor
+    """int64, which of the S logits predicts a completion token; 0 on padding."""
+    padded: PaddedBatch
+    """The same samples for the loss, whose tensors have a row a completion."""
+    ref_logprobs_BT: torch.Tensor | None = None
+
+
+class RankBatch(NamedTuple):
+    """Which of all samples a micro-batch holds; none where it only keeps ranks in step."""
+
+    indices: list[int]
+    packed: PackedBatch
+
+
+def rank_batches(
+    samples: Sequence[TrainingSample],
+    budget_tokens: int,
+    *,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    length_multiple: int = 1,
+    count_multiple: int = 1,
+) -> list[RankBatch]:
+    """Return one data-parallel rank's micro-batches. All ranks get as many, since each is a collective.
+
+    Args:
+        samples: Of the whole step.
+        budget_tokens: Most tokens of a micro-batch; one longer sample is a micro-batch of its own.
+        rank: Among the data-parallel ranks.
+        world_size: Number of data-parallel ranks.
+        device: Where the tensors go.
+        length_multiple: Tokens are padded to a multiple of this, as sequence parallelism needs.
+        count_multiple: Micro-batches are padded, without effect, to a multiple of this, as pipelines in pieces need.
+    """
+    batches = micro_batches(samples, budget_tokens, packed=True)
+    mine = split_for_rank(batches, samples, rank=rank, world_size=world_size, packed=True)
+    mine += [[] for _ in range(-len(mine) % count_multiple)]
+    silent = replace(samples[0], loss_mask=np.zeros_like(samples[0].loss_mask))
+    return [
+        RankBatch(indices, pack([samples[index] for index in indices] or [silent], device, length_multiple))
+        for indices in mine
+    ]
+
+
+def pack(samples: Sequence[TrainingSample], device: torch.device, length_multiple: int = 1) -> PackedBatch:
+    """Put samples one after another; what pads the end is a sequence of its own.
+
+    Raises:
+        ValueError: As `pad_batch`.
+    """
+    padded = pad_batch(samples, 0, device)
+    rows = [np.concatenate([sample.prompt_ids, sample.completion_ids]) for sample in samples]
+    if filling := -sum(map(len, rows)) % length_multiple:
+        rows.append(np.zeros(filling, dtype=np.int64))
+    lengths = [len(row) for row in rows]
+    starts = np.cumsum([0, *lengths])
+    predicts_BT = np.zeros(padded.mask_BT.shape, dtype=np.int64)
+    for row, sample in enumerate(samples):
+        first = starts[row] + len(sample.prompt_ids) - 1
+        predicts_BT[row, : len(sample.completion_ids)] = first + np.arange(len(sample.completion_ids))
+    tokens_S = torch.from_numpy(np.concatenate(rows)).to(device)
+    positions_S = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
+    bounds = torch.tensor(starts, dtype=torch.int32, device=device)
+    return PackedBatch(
+        input_ids_1S=tokens_S[None],
+        position_ids_1S=positions_S[None],
+        next_ids_S=tokens_S.roll(-1),
+        packing=PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+        ),
+        predicts_BT=torch.from_numpy(predicts_BT).to(device),
+        padded=padded,
+    )

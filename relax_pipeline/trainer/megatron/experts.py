@@ -1,0 +1,79 @@
+"""Grouped experts on plain matrix products, for Megatron's grouped MLP where Transformer Engine is missing.
+
+Megatron's own fallback, one module an expert, exports the wrong experts under expert parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.bridge.models.conversion.param_mapping import AutoMapping
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+from torch.nn import functional
+
+# N tokens sorted by expert, I in_features, O out_features
+
+
+class _GroupedLinear(nn.Module):
+    """One weight an expert, weight0 to weightN as Transformer Engine names them, without bias."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[torch.Tensor], None],
+        pg_collection: ProcessGroupCollection,
+        bias: bool,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        assert not bias, "experts with a bias need Transformer Engine"
+        assert pg_collection.expt_tp.size() == 1, "experts are whole on each rank"
+        self.num_gemms, self.in_features, self.out_features = num_gemms, input_size, output_size
+        self.config, self.tp_group = config, pg_collection.expt_tp
+        for index in range(num_gemms):
+            device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+            weight_OI = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
+            init_method(weight_OI)
+            weight_OI.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+            self.register_parameter(f"weight{index}", weight_OI)
+
+    def forward(self, x_NI: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, None]:
+        """Return [N, O]; m_splits says how many of the tokens each expert gets."""
+        sizes = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
+        parts = torch.split(x_NI, sizes)
+        return torch.cat([functional.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]), None
+
+    def backward_dw(self) -> None:
+        """Nothing is left for later."""
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Leave these weights out: checkpoints of adapters do not hold them, and whole ones are refused."""
+        return {}
+
+
+class PortableColumnGroupedLinear(_GroupedLinear):
+    """The first linear layer of each expert."""
+
+
+class PortableRowGroupedLinear(_GroupedLinear):
+    """The second linear layer of each expert."""
+
+
+AutoMapping.register_module_type(PortableColumnGroupedLinear.__name__, "column")
+AutoMapping.register_module_type(PortableRowGroupedLinear.__name__, "row")
+
+
+def portable_experts() -> Any:
+    """Return the builder of a layer's experts."""
+    submodules = GroupedMLPSubmodules(PortableColumnGroupedLinear, PortableRowGroupedLinear)
+    return partial(TEGroupedMLP, submodules=submodules)

@@ -1,0 +1,161 @@
+"""What leaves the trainer: adapters, merged weights in buckets, norms and the description of what was built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from relax_pipeline.config import RunConfig
+from relax_pipeline.errors import ModelError
+from relax_pipeline.lora.adapter import combine_digests, make_adapter, tensor_digest, write_adapter
+from relax_pipeline.lora.fold import fold
+from relax_pipeline.lora.names import adapted_modules, lora_key
+from relax_pipeline.lora.norms import delta_norms
+from relax_pipeline.safetensors_io.identity import model_digest
+from relax_pipeline.trainer.base import Bucket, Payload, TrainerInfo
+from relax_pipeline.trainer.megatron.model import Model
+from relax_pipeline.trainer.megatron.optimizer import MasterOptimizer
+from relax_pipeline.trainer.megatron.parallel import Ranks
+from relax_pipeline.trainer.megatron.sharding import copies
+from relax_pipeline.trainer.megatron.stream import Weight, WeightStream, adapter_tensors
+from relax_pipeline.types import Adapter, AdapterSpec
+
+
+class Exports:
+    """Exports from the masters. All ranks call alike; rank 0 holds the results.
+
+    Attributes:
+        info: What was built.
+    """
+
+    def __init__(self, config: RunConfig, model: Model, optimizer: MasterOptimizer, ranks: Ranks) -> None:
+        self._config, self._model, self._optimizer, self._ranks = config, model, optimizer, ranks
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self._stream = WeightStream(model)
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._version = -1
+        digests, self._weights = self._read_base()
+        self._spec, modules = self._describe_adapter()
+        names = {weight.name for weight in self._weights}
+        self._refuse_gaps(modules, names)
+        self.info = TrainerInfo(
+            base_tensors_digest=ranks.on_first(lambda: combine_digests(digests)),
+            modules=modules,
+            num_trainable=self._num_trainable(),
+            num_parameters=sum(w.numel for w in self._weights if not (model.tied and w.name == "lm_head.weight")),
+            device=str(ranks.device),
+        )
+
+    def adapter(self, version: int) -> Payload:
+        """Return the adapter in the dtype engines compute in."""
+        tensors = self._full_precision(version)
+        content: list[Adapter] = []
+
+        def make() -> Adapter:
+            content.append(self._stamped({n: t.to(self._dtype, copy=True) for n, t in tensors.items()}, version))
+            return content[0]
+
+        info = self._ranks.on_first(lambda: make().info)
+        return Payload(info, content[0] if content else None)
+
+    def write_adapter(self, folder: Path, version: int) -> None:
+        """Write a PEFT folder with the masters, where there is an adapter."""
+        if self._spec is None:
+            return
+        tensors = self._full_precision(version)
+
+        def write() -> None:
+            path = self._config.model.path
+            metadata = {"base_digest": model_digest(Path(path))}
+            write_adapter(self._stamped(tensors, version), folder, base_model=path, metadata=metadata)
+
+        self._ranks.on_first(write)
+
+    def bucket_names(self, buffer_bytes: int) -> list[list[str]]:
+        """Split the names of all weights into buckets of at most buffer_bytes; a larger tensor is alone."""
+        buckets: list[list[str]] = [[]]
+        filled = 0
+        for weight in self._weights:
+            if buckets[-1] and filled + weight.num_bytes > buffer_bytes:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append(weight.name)
+            filled += weight.num_bytes
+        return buckets
+
+    def weights(self, names: Sequence[str], version: int) -> Bucket:
+        """Return copies of weights by HF name with the adapter folded in."""
+        adapter = self._full_precision(version) if self._spec else {}
+        wanted = set(names)
+        sources = sorted({weight.source for weight in self._weights if weight.name in wanted})
+        tensors: dict[str, torch.Tensor] = {}
+        num_unmoved = num_folded = 0
+        for weight, tensor in self._stream.each(sources):
+            if self._ranks.rank == 0 and weight.name in wanted:
+                merged = self._folded(weight.name, tensor, adapter)
+                if merged is not None:
+                    num_folded += tensor.numel()
+                    num_unmoved += int((merged == tensor).sum())
+                tensors[weight.name] = (tensor if merged is None else merged).to("cpu", copy=True)
+        content = {name: tensors[name] for name in names if name in tensors}
+        digests = {name: tensor_digest(tensor) for name, tensor in content.items()}
+        return Bucket(digests, sum(tensor.nbytes for tensor in content.values()), num_unmoved, num_folded, content)
+
+    def norms(self, version: int) -> dict[str, float]:
+        """Return the Frobenius norm of the delta per leaf name."""
+        return delta_norms(self._full_precision(version), self._spec.scaling) if self._spec else {}
+
+    def forget(self) -> None:
+        """The weights have changed under the same version."""
+        self._version = -1
+
+    def _full_precision(self, version: int) -> dict[str, torch.Tensor]:
+        """Return the whole adapter in float32 on rank 0's CPU, gathered once a version."""
+        if version != self._version:
+            with self._optimizer.masters_in_model():
+                self._tensors = adapter_tensors(self._model, keep=self._ranks.rank == 0)
+            self._version = version
+        return self._tensors
+
+    def _stamped(self, tensors: dict[str, torch.Tensor], version: int) -> Adapter:
+        assert self._spec is not None, "an adapter was asked for and lora.rank is 0"
+        return make_adapter(tensors, spec=self._spec, version=version)
+
+    def _folded(self, name: str, weight: torch.Tensor, adapter: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """Return the weight with its delta, or None where it has none."""
+        module = name.removesuffix(".weight")
+        lora_A, lora_B = adapter.get(lora_key(module, "A")), adapter.get(lora_key(module, "B"))
+        if self._spec is None or lora_A is None or lora_B is None or not lora_B.any():
+            return None
+        lora_A, lora_B = lora_A.to(weight.device), lora_B.to(weight.device)
+        return fold(weight, lora_A_RI=lora_A, lora_B_OR=lora_B, scaling=self._spec.scaling)
+
+    def _read_base(self) -> tuple[dict[str, str], list[Weight]]:
+        """Return each weight's digest, on rank 0, and what the weights are."""
+        digests, weights = {}, []
+        for weight, tensor in self._stream.each():
+            weights.append(weight)
+            if self._ranks.rank == 0:
+                digests[weight.name] = tensor_digest(tensor)
+        return digests, weights
+
+    def _describe_adapter(self) -> tuple[AdapterSpec | None, tuple[str, ...]]:
+        lora = self._config.lora
+        if not lora.enabled:
+            return None, ()
+        keys = self._full_precision(0)
+        modules = self._ranks.on_first(lambda: adapted_modules(keys))
+        leaves = tuple(sorted({name.rpartition(".")[2] for name in modules}))
+        return AdapterSpec(lora.rank, lora.alpha, leaves, lora.dropout), modules
+
+    def _refuse_gaps(self, modules: Sequence[str], names: set[str]) -> None:
+        """Every adapter must belong to a weight that is exported, or merging would lose it."""
+        lost = [module for module in modules if f"{module}.weight" not in names and module not in names]
+        if lost:
+            raise ModelError(f"{len(lost)} adapters have no weight of that name in the export, e.g. {lost[:3]}")
+
+    def _num_trainable(self) -> int:
+        share = sum(p.numel() / copies(p, self._ranks.groups) for p in self._optimizer.parameters.values())
+        return round(sum(self._ranks.gather(share)))

@@ -1,0 +1,147 @@
+"""The model, built from a Hugging Face folder: split over the ranks, its base frozen, adapters on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.peft.lora import LoRA
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from torch import nn
+
+from relax_pipeline.config import LoraConfig, MegatronTrainerConfig, RunConfig
+from relax_pipeline.errors import ModelError, TrainerError
+from relax_pipeline.trainer.megatron.parallel import Ranks
+from relax_pipeline.trainer.megatron.provider import configure
+from relax_pipeline.trainer.megatron.sharding import initialise_adapters
+from relax_pipeline.trainer.megatron.targets import resolve_targets
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """This rank's part of the model."""
+
+    bridge: AutoBridge[Any]
+    chunks: list[nn.Module]
+    """One, or with virtual pipelining several pieces."""
+    wrapped: list[DistributedDataParallel]
+    """The same, with buffers for the gradients of what trains."""
+    lora: LoRA | None
+    vocabulary: int
+    """Without the columns that make it divide by the ranks."""
+    tied: bool
+    """Whether the output layer is the embedding."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return what trains on this rank."""
+        return {name: parameter for name, parameter in self._named() if parameter.requires_grad}
+
+    def frozen(self) -> dict[str, nn.Parameter]:
+        """Return this rank's part of the frozen base."""
+        return {name: parameter for name, parameter in self._named() if not parameter.requires_grad}
+
+    @contextmanager
+    def bare(self) -> Iterator[None]:
+        """Run the base without its adapter inside this block."""
+        assert self.lora is not None, "there is no base beside the weights that train"
+        with self.lora.disable_adapter(self.chunks):
+            yield
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for number, chunk in enumerate(self.chunks):
+            for name, parameter in chunk.named_parameters():
+                yield f"{number}.{name}", parameter
+
+
+def build_model(config: RunConfig, settings: MegatronTrainerConfig, ranks: Ranks) -> Model:
+    """Build this rank's part; all ranks together.
+
+    Raises:
+        ModelError: The folder is missing, or Megatron-Bridge does not know the architecture.
+        ConfigError: As `resolve_targets`.
+        TrainerError: Something other than the adapter would train.
+    """
+    bridge = _bridge(config)
+    provider = bridge.to_megatron_provider(load_weights=True)
+    configure(provider, config.model, settings, ranks.device)
+    lora = _LoraHook(config.lora, ranks) if config.lora.enabled else None
+    if lora is not None:
+        provider.register_pre_wrap_hook(lora)  # after the bridge's own, which loads weights by names without adapters
+    provider.finalize()
+    chunks = provider.provide_distributed_model(
+        wrap_with_ddp=False,
+        use_cpu_initialization=ranks.device.type == "cpu",
+        mixed_precision_wrapper=None,  # all parameters have the model's dtype as they are built
+    )
+    if lora is not None:
+        _refuse_stray_parameters(chunks)
+        initialise_adapters(chunks, ranks.groups, config.seed)
+    model_config = chunks[0].config
+    model_config.finalize_model_grads_func = _finalize_grads
+    return Model(
+        bridge=bridge,
+        chunks=chunks,
+        wrapped=[_with_gradient_buffers(chunk, number, ranks) for number, chunk in enumerate(chunks)],
+        lora=lora.lora if lora else None,
+        vocabulary=provider.vocab_size,
+        tied=provider.share_embeddings_and_output_weights,
+    )
+
+
+class _LoraHook:
+    """Puts the adapters on the loaded model."""
+
+    def __init__(self, config: LoraConfig, ranks: Ranks) -> None:
+        self._config, self._ranks = config, ranks
+        self.lora = LoRA(
+            dim=config.rank,
+            alpha=config.alpha,
+            dropout=config.dropout,
+            share_expert_adapters=False,  # shared ones would depend on how many ranks share the experts
+        )
+
+    def __call__(self, chunks: list[nn.Module]) -> list[nn.Module]:
+        self.lora.target_modules = resolve_targets(chunks, self._config, self._ranks)
+        if not self.lora.target_modules:  # this stage has none; an empty list would mean all modules
+            self.lora.freeze_model(chunks)
+            return chunks
+        adapted: list[nn.Module] = self.lora(chunks, training=True)
+        return adapted
+
+
+def _bridge(config: RunConfig) -> AutoBridge[Any]:
+    folder = Path(config.model.path)
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model.path {config.model.path!r} is no Hugging Face checkpoint: {folder / 'config.json'} does not exist"
+        )
+    try:
+        return AutoBridge.from_hf_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path {config.model.path!r} is nothing Megatron-Bridge can load: {error}") from error
+
+
+def _finalize_grads(model: list[nn.Module], _num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+    """Reduce gradients over the ranks, without dividing by a number of tokens once more."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _with_gradient_buffers(chunk: nn.Module, number: int, ranks: Ranks) -> DistributedDataParallel:
+    return DistributedDataParallel(
+        config=chunk.config,
+        ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+        module=chunk,
+        disable_bucketing=number > 0,
+        pg_collection=ranks.groups,
+    )
+
+
+def _refuse_stray_parameters(chunks: list[nn.Module]) -> None:
+    stray = [n for chunk in chunks for n, p in chunk.named_parameters() if p.requires_grad and ".adapter." not in n]
+    if stray:
+        raise TrainerError(f"{len(stray)} parameters outside the adapter would train, e.g. {stray[:3]}")

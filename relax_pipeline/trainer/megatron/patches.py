@@ -1,0 +1,115 @@
+"""The patches in force while the trainer runs on a machine without CUDA or without Transformer Engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from megatron.bridge.peft import module_matcher
+from megatron.bridge.peft import utils as peft_utils
+from megatron.core.tensor_parallel import random as parallel_random
+from megatron.core.transformer.moe import token_dispatcher
+from torch.overrides import TorchFunctionMode
+
+from relax_pipeline.trainer.megatron.compat import HAS_CUDA, Patch, patched
+from relax_pipeline.trainer.megatron.experts import PortableColumnGroupedLinear, PortableRowGroupedLinear
+
+_CPU = torch.device("cpu")
+
+
+@contextmanager
+def runnable(*, transformer_engine: bool) -> Iterator[None]:
+    """Run Megatron on this machine, with or without Transformer Engine's layers."""
+    with ExitStack() as stack:
+        stack.enter_context(patched(patches(cuda=HAS_CUDA, transformer_engine=transformer_engine)))
+        if not HAS_CUDA:
+            stack.enter_context(_CudaIsCpu())
+        yield
+
+
+def patches(*, cuda: bool, transformer_engine: bool) -> list[Patch]:
+    """Return what this machine needs; nothing where it has both."""
+    return (not cuda) * _without_cuda() + (not transformer_engine) * _without_transformer_engine()
+
+
+def _without_transformer_engine() -> list[Patch]:
+    reason = "megatron.core fills in for these classes with mock objects, at which isinstance() raises"
+    classes = [
+        Patch(module, name, type(name, (torch.nn.Module,), {}), reason)
+        for module in (peft_utils, module_matcher)
+        for name in ("TELinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear")
+        if hasattr(module, name)
+    ]
+    column, row = (PortableColumnGroupedLinear,), (PortableRowGroupedLinear,)
+    grouped = "adapters for single experts exist for grouped experts only, which it knows by their class"
+    return [
+        *classes,
+        Patch(peft_utils, "TECL", column, grouped),
+        Patch(peft_utils, "TERL", row, grouped),
+        Patch(peft_utils, "HAVE_TE", True, grouped),
+    ]
+
+
+def _without_cuda() -> list[Patch]:
+    dispatcher = token_dispatcher.maybe_move_tensor_to_cpu
+    generator = "dropout under tensor parallelism and recomputation save and restore the GPU's generator"
+    return [
+        Patch(torch.cuda, "current_device", lambda: _CPU, "used as the device of new tensors"),
+        Patch(torch.cuda, "synchronize", _nothing, "pipeline messages and checkpoints wait for the device"),
+        Patch(torch.cuda, "current_stream", _Stream, "the gradient reduction waits on a stream"),
+        Patch(torch.cuda, "Stream", _Stream, "the expert dispatcher owns one; a class, for it is an annotation too"),
+        Patch(torch.cuda, "manual_seed", torch.manual_seed, generator),
+        Patch(torch.cuda, "get_rng_state", _rng_state, generator),
+        Patch(parallel_random, "_get_cuda_rng_state", _rng_state, generator),
+        Patch(parallel_random, "_set_cuda_rng_state", _set_rng_state, generator),
+        Patch(
+            token_dispatcher,
+            "maybe_move_tensor_to_cpu",
+            _host_splits(dispatcher),
+            "gloo wants the sizes of an all-to-all as integers, and they stay tensors when on the CPU already",
+        ),
+    ]
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """Tensors asked for on a GPU by name are made on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+            kwargs = kwargs | {"device": _CPU}
+        return func(*args, **kwargs)
+
+
+class _Stream:
+    """A stream of a device that does everything at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+def _rng_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def _host_splits(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if isinstance(tensor, torch.Tensor) and as_numpy and tensor.device.type == "cpu":
+            return tensor.detach().numpy()
+        return original(tensor, as_numpy=as_numpy, record_stream=record_stream)
+
+    return to_host

@@ -1,0 +1,128 @@
+"""The Megatron trainer's sharded state on disk, through megatron.core.dist_checkpointing.
+
+Masters and Adam moments are stored under the names and places of the model's own parameters, so any other layout of
+ranks finds its part.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from relax_pipeline.errors import CheckpointError
+from relax_pipeline.trainer.megatron.compat import Patch, patched
+from relax_pipeline.trainer.megatron.optimizer import MasterOptimizer
+from relax_pipeline.trainer.megatron.sharding import placements
+
+_UPDATES = "optimizer_updates"
+
+
+def save_state(
+    folder: Path,
+    chunks: Sequence[nn.Module],
+    optimizer: MasterOptimizer,
+    groups: ProcessGroupCollection,
+    *,
+    frozen: Mapping[str, nn.Parameter],
+    updates: int,
+) -> None:
+    """Write masters, Adam state and the frozen parameters given; every rank calls this and writes its own part.
+
+    Raises:
+        CheckpointError: The folder cannot be written, or a parameter has no place in a checkpoint.
+    """
+    state = _sharded(chunks, optimizer, groups, frozen, values=_values(optimizer, frozen))
+    writes_in_this_process = Patch(
+        filesystem_async, "_results_queue", queue.Queue(), "the default is a process that imports __main__ again"
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with patched([writes_in_this_process]):
+            dist_checkpointing.save(state | {_UPDATES: updates}, str(folder))
+    except (OSError, RuntimeError, CheckpointingException, CheckpointException) as error:
+        raise CheckpointError(f"{folder} cannot be written: {_reason(error)}") from error
+
+
+def load_state(
+    folder: Path,
+    chunks: Sequence[nn.Module],
+    optimizer: MasterOptimizer,
+    groups: ProcessGroupCollection,
+    *,
+    frozen: Mapping[str, nn.Parameter],
+) -> int:
+    """Load what `save_state` wrote, under any layout of ranks; return the optimizer steps taken.
+
+    Raises:
+        CheckpointError: The folder holds other parameters, other shapes, or cannot be read.
+    """
+    blank = {key: {n: torch.empty_like(t) for n, t in part.items()} for key, part in _values(optimizer, frozen).items()}
+    state = _sharded(chunks, optimizer, groups, frozen, values=blank)
+    try:
+        loaded = dist_checkpointing.load(state, str(folder), strict="raise_all")
+    except (OSError, ValueError, RuntimeError, KeyError, CheckpointingException, CheckpointException) as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {_reason(error)}") from error
+    updates = int(loaded[_UPDATES])
+    with torch.no_grad():
+        for name, master in optimizer.masters.items():
+            master.copy_(loaded["parameter"][name])
+            moments = {key: loaded[key][name].to(master.device) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.set_moments(name, moments, updates=updates)
+        for name, parameter in frozen.items():
+            parameter.copy_(loaded["base"][name])
+    optimizer.clear()
+    optimizer.publish()
+    return updates
+
+
+def _values(optimizer: MasterOptimizer, frozen: Mapping[str, nn.Parameter]) -> dict[str, dict[str, torch.Tensor]]:
+    values: dict[str, dict[str, torch.Tensor]] = {
+        "parameter": {name: master.detach() for name, master in optimizer.masters.items()},
+        "exp_avg": {},
+        "exp_avg_sq": {},
+        "base": {name: parameter.detach() for name, parameter in frozen.items()},
+    }
+    for name in optimizer.masters:
+        for key, moment in optimizer.moments(name).items():
+            values[key][name] = moment
+    return values
+
+
+def _sharded(
+    chunks: Sequence[nn.Module],
+    optimizer: MasterOptimizer,
+    groups: ProcessGroupCollection,
+    frozen: Mapping[str, nn.Parameter],
+    *,
+    values: Mapping[str, Mapping[str, torch.Tensor]],
+) -> dict[str, Any]:
+    """Return the values with the places of their parameters."""
+    places = placements(chunks, groups)
+    state: dict[str, Any] = {}
+    for key, tensors in values.items():
+        owners = frozen if key == "base" else optimizer.parameters
+        if homeless := [name for name in tensors if owners[name] not in places]:
+            raise CheckpointError(
+                f"{len(homeless)} parameters cannot be saved in Megatron's format, e.g. {homeless[0]}: "
+                "set checkpoint.save_lora_only to true"
+            )
+        state[key] = {n: make_sharded_optimizer_tensor(places[owners[n]], t, key) for n, t in tensors.items()}
+    return state
+
+
+def _reason(error: BaseException) -> str:
+    """Return what went wrong, on the first rank where it did, without the traceback."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,84 @@
+"""The model under its Hugging Face names: complete over all ranks, copied, and never merged in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from relax_pipeline.lora.names import PEFT_PREFIX
+from relax_pipeline.trainer.megatron.model import Model
+
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One tensor of the whole model, without its values."""
+
+    name: str
+    num_bytes: int
+    numel: int
+    source: int
+    """Which conversion yields it."""
+
+
+@torch.no_grad()
+def adapter_tensors(model: Model, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Return copies on the CPU of the whole adapter by HF-PEFT name; all ranks together, and only some keep it.
+
+    A fused module's lora_A appears under each of the HF modules it stands for.
+    """
+    tensors = {}
+    for weight in model.bridge.export_adapter_weights(model.chunks, cpu=False, show_progress=False):
+        if keep:
+            tensors[f"{PEFT_PREFIX}{weight.param_name}"] = weight.weight.detach().to("cpu", copy=True)
+    return tensors
+
+
+class WeightStream:
+    """Streams the base's weights, a few at a time, by the conversions Megatron-Bridge plans."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._conversions = _grouped(model.bridge.get_conversion_tasks(model.chunks))
+
+    @torch.no_grad()
+    def each(self, sources: Sequence[int] | None = None) -> Iterator[tuple[Weight, torch.Tensor]]:
+        """Yield weights, whole, on the device, maybe the model's own; all ranks together and to the end."""
+        for source in range(len(self._conversions)) if sources is None else sources:
+            for name, tensor in self._converted(self._conversions[source]):
+                yield Weight(name, tensor.nbytes, tensor.numel(), source), tensor
+
+    def _converted(self, tasks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        exported = self._model.bridge.export_hf_weights(
+            self._model.chunks, cpu=False, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=False
+        )
+        for weight in exported:
+            name = weight.param_name.replace(".base_layer.", ".").removesuffix(".base_layer")
+            tensor = weight.weight.detach()
+            if name in (_EMBEDDING, _OUTPUT):
+                tensor = tensor[: self._model.vocabulary]
+            if name == _OUTPUT and self._model.tied:
+                continue  # yielded with the embedding, whether or not the folder holds it
+            yield name, tensor
+            if name == _EMBEDDING and self._model.tied:
+                yield _OUTPUT, tensor
+
+
+def _grouped(tasks: Sequence[Any]) -> list[list[Any]]:
+    """Return the conversions; one that stacks a layer's experts takes the tasks of all of them at once."""
+    stacked: dict[str, list[Any]] = {}
+    conversions: list[list[Any]] = []
+    for task in tasks:
+        if getattr(task.mapping, "is_grouped_export", False):
+            name = str(task.mapping.hf_param)
+            if name not in stacked:
+                stacked[name] = []
+                conversions.append(stacked[name])
+            stacked[name].append(task)
+        else:
+            conversions.append([task])
+    return conversions

@@ -1,0 +1,192 @@
+"""The Megatron trainer: one rank of it, behind the `Trainer` protocol."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import reduce
+from operator import add
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from relax_pipeline.config import MegatronTrainerConfig, RunConfig
+from relax_pipeline.errors import TrainerError
+from relax_pipeline.models import resolve_device
+from relax_pipeline.rl.objective import ObjectiveMetrics, finalize_metrics
+from relax_pipeline.seeds import derive_seed
+from relax_pipeline.trainer.base import Bucket, Payload, RankLayout, TrainerInfo
+from relax_pipeline.trainer.megatron.batches import RankBatch, rank_batches
+from relax_pipeline.trainer.megatron.exports import Exports
+from relax_pipeline.trainer.megatron.forward import Passes
+from relax_pipeline.trainer.megatron.model import build_model
+from relax_pipeline.trainer.megatron.optimizer import MasterOptimizer
+from relax_pipeline.trainer.megatron.parallel import join, leave
+from relax_pipeline.trainer.megatron.patches import runnable
+from relax_pipeline.trainer.megatron.provider import uses_transformer_engine
+from relax_pipeline.trainer.megatron.state import load_state, save_state
+from relax_pipeline.trainer.schedule import learning_rate
+from relax_pipeline.types import TrainingSample
+
+
+class MegatronTrainer:
+    """Implements `Trainer`. Optimizer state and masters are float32; the model computes in the config's dtype."""
+
+    def __init__(self, config: RunConfig, layout: RankLayout | None = None) -> None:
+        assert isinstance(config.trainer, MegatronTrainerConfig)
+        self._config, self._settings = config, config.trainer
+        device = resolve_device(config.trainer.device)
+        self._transformer_engine = uses_transformer_engine(self._settings, device)
+        self._updates = 0
+        with self._machine():
+            self._ranks = join(layout or RankLayout(), self._settings, device=device, seed=config.seed)
+            self._model = build_model(config, self._settings, self._ranks)
+            self._optimizer = MasterOptimizer(self._model.parameters(), config.optimizer, self._ranks)
+            self._passes = Passes(self._model, self._ranks)
+            self._exports = Exports(config, self._model, self._optimizer, self._ranks)
+
+    def info(self) -> TrainerInfo:
+        """See `Trainer.info`."""
+        return self._exports.info
+
+    def policy_version(self) -> int:
+        """See `Trainer.policy_version`."""
+        return self._updates
+
+    def logprobs(
+        self, samples: Sequence[TrainingSample], *, temperature: float, adapter_enabled: bool = True
+    ) -> list[NDArray[np.float32]]:
+        """See `Trainer.logprobs`."""
+        with self._machine(), nullcontext() if adapter_enabled else self._model.bare():
+            batches = self._batches(samples)
+            logprobs = self._passes.logprobs([batch.packed for batch in batches], temperature)
+        mine = {}
+        if self._ranks.answers:
+            for batch, logprobs_BT in zip(batches, logprobs, strict=True):
+                for row, index in enumerate(batch.indices):
+                    mine[index] = logprobs_BT[row, : len(samples[index].completion_ids)].cpu().numpy()
+        results = {index: values for part in self._ranks.gather(mine) for index, values in part.items()}
+        return [results[index] for index in range(len(samples))]
+
+    def forward_backward(self, samples: Sequence[TrainingSample], *, temperature: float) -> dict[str, float]:
+        """See `Trainer.forward_backward`."""
+        token_total = sum(int(sample.loss_mask.sum()) for sample in samples)
+        sequence_total = sum(bool(sample.loss_mask.any()) for sample in samples)
+        if token_total == 0:
+            raise TrainerError(f"none of the {len(samples)} samples has a token to train on")
+        with self._machine():
+            batches = [batch.packed for batch in self._batches(samples)]
+            if self._config.algorithm.kl_coef > 0:
+                with self._model.bare():
+                    references = self._passes.logprobs(batches, temperature)
+                # Stages before the last one have no logprobs, and no use for them.
+                for number, logprobs_BT in enumerate(references):
+                    batches[number] = replace(batches[number], ref_logprobs_BT=logprobs_BT)
+            data_rank = self._ranks.groups.dp_cp.rank()
+            torch.manual_seed(derive_seed(self._config.seed, "dropout", self._updates, data_rank))
+            parts = self._passes.train(
+                batches,
+                temperature,
+                self._config.algorithm,
+                token_total=token_total,
+                sequence_total=sequence_total,
+            )
+        result = self._total(parts)
+        self._refuse_unless_finite("loss", result["loss"])
+        self._optimizer.accumulate()
+        return result
+
+    def optim_step(self) -> dict[str, float]:
+        """See `Trainer.optim_step`."""
+        grad_norm = self._optimizer.grad_norm()
+        self._refuse_unless_finite("gradient norm", grad_norm)
+        total = self._config.steps * self._config.algorithm.updates_per_rollout
+        rate = learning_rate(self._updates, total_updates=total, config=self._config.optimizer)
+        self._optimizer.step(rate=rate, grad_norm=grad_norm)
+        self._updates += 1
+        return {"grad_norm": grad_norm, "learning_rate": rate}
+
+    def export_adapter(self) -> Payload:
+        """See `Trainer.export_adapter`; the content is on rank 0."""
+        with self._machine():
+            return self._exports.adapter(self._updates)
+
+    def bucket_names(self, buffer_bytes: int) -> list[list[str]]:
+        """See `Trainer.bucket_names`."""
+        return self._exports.bucket_names(buffer_bytes)
+
+    def export_weights(self, names: Sequence[str]) -> Bucket:
+        """See `Trainer.export_weights`; the content is on rank 0."""
+        with self._machine():
+            return self._exports.weights(names, self._updates)
+
+    def adapter_norms(self) -> dict[str, float]:
+        """See `Trainer.adapter_norms`; the norms are on rank 0."""
+        with self._machine():
+            return self._exports.norms(self._updates)
+
+    def save(self, folder: Path) -> None:
+        """See `Trainer.save`."""
+        with self._machine():
+            save_state(
+                folder / "trainer",
+                self._model.chunks,
+                self._optimizer,
+                self._ranks.groups,
+                frozen={} if self._config.saves_lora_only else self._model.frozen(),
+                updates=self._updates,
+            )
+            self._exports.write_adapter(folder / "adapter", self._updates)
+
+    def load(self, folder: Path) -> None:
+        """See `Trainer.load`."""
+        with self._machine():
+            self._updates = load_state(
+                folder / "trainer",
+                self._model.chunks,
+                self._optimizer,
+                self._ranks.groups,
+                frozen={} if self._config.saves_lora_only else self._model.frozen(),
+            )
+        self._exports.forget()
+
+    def close(self) -> None:
+        """See `Trainer.close`."""
+        leave()
+
+    @contextmanager
+    def _machine(self) -> Iterator[None]:
+        with runnable(transformer_engine=self._transformer_engine):
+            yield
+
+    def _batches(self, samples: Sequence[TrainingSample]) -> list[RankBatch]:
+        groups, settings = self._ranks.groups, self._settings
+        return rank_batches(
+            samples,
+            settings.micro_batch_tokens,
+            rank=groups.dp_cp.rank(),
+            world_size=groups.dp_cp.size(),
+            device=self._ranks.device,
+            length_multiple=settings.tensor_parallel_size if settings.sequence_parallel else 1,
+            count_multiple=settings.pipeline_parallel_size if settings.virtual_pipeline_parallel_size > 1 else 1,
+        )
+
+    def _total(self, parts: Sequence[ObjectiveMetrics]) -> dict[str, float]:
+        """Add up the micro-batches of all ranks, on all ranks."""
+        mine = reduce(add, parts) if self._ranks.answers else None
+        total = reduce(add, [part for part in self._ranks.gather(mine and _on_cpu(mine)) if part is not None])
+        return finalize_metrics(total.sums, total.maxima)
+
+    def _refuse_unless_finite(self, name: str, value: float) -> None:
+        if not math.isfinite(value):
+            self._optimizer.clear()
+            raise TrainerError(f"the {name} is {value} at policy version {self._updates}; no weight has changed")
+
+
+def _on_cpu(metrics: ObjectiveMetrics) -> ObjectiveMetrics:
+    sums, maxima = ({name: value.cpu() for name, value in half.items()} for half in (metrics.sums, metrics.maxima))
+    return ObjectiveMetrics(sums, maxima)
