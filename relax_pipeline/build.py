@@ -130,11 +130,18 @@ def _start_engines(config: RunConfig, trainer_places: list[Place]) -> EnginePool
             num_threads=threads,
             num_gpus=gpus,
             guest_of=_shared(trainer_places, index, engine.num_gpus) if trainer_places else None,
+            streams=engine.streams,
             control_timeout=config.sync.timeout_seconds,
             generate_timeout=config.rollout.timeout_seconds,
         )
 
-    return EnginePool(spawn, replicas=engine.replicas, restarts=engine.restarts, chunk_size=engine.batch_size)
+    return EnginePool(
+        spawn,
+        replicas=engine.replicas,
+        restarts=engine.restarts,
+        chunk_size=engine.batch_size,
+        streams=engine.streams,
+    )
 
 
 def _threads(config: RunConfig) -> int:

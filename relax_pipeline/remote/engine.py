@@ -26,15 +26,35 @@ class RemoteEngine:
         num_threads: int | None,
         num_gpus: int,
         guest_of: Place | None = None,
+        streams: int = 1,
         control_timeout: float,
         generate_timeout: float,
     ) -> None:
+        """Start the process; `build` makes the engine in it.
+
+        Args:
+            build: Makes the engine.
+            name: For messages.
+            num_threads: torch threads of the process.
+            num_gpus: GPUs reserved for it.
+            guest_of: Share this process's GPUs instead.
+            streams: `generate` calls that the engine takes side by side. 1: it does one thing at a time.
+            control_timeout: Seconds for every other call.
+            generate_timeout: Seconds for `generate`.
+        """
         self._host = Host(
-            build, name=name, error=EngineError, num_threads=num_threads, num_gpus=num_gpus, guest_of=guest_of
+            build,
+            name=name,
+            error=EngineError,
+            num_threads=num_threads,
+            num_gpus=num_gpus,
+            guest_of=guest_of,
+            concurrency=streams if streams == 1 else streams + 1,
         )
         self._control_timeout, self._generate_timeout = control_timeout, generate_timeout
-        # The engine does one thing at a time: a deadline counts from when it is free.
-        self._turn = threading.Lock()
+        # A deadline counts from when the engine is free. One that takes several calls can be synced while it generates.
+        self._generating = threading.Semaphore(streams)
+        self._controlling = self._generating if streams == 1 else threading.Semaphore(1)
 
     def info(self) -> EngineInfo:
         """See `Engine.info`."""
@@ -60,7 +80,7 @@ class RemoteEngine:
 
     def generate(self, requests: Sequence[GenerateRequest], *, version: int) -> list[Completion]:
         """See `Engine.generate`."""
-        with self._turn:
+        with self._generating:
             completions: list[Completion] = self._host.call(
                 "generate", requests, version=version, timeout=self._generate_timeout
             )
@@ -80,5 +100,5 @@ class RemoteEngine:
         return self._control(method, *args)
 
     def _control(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        with self._turn:
+        with self._controlling:
             return self._host.call(method, *args, timeout=self._control_timeout, **kwargs)

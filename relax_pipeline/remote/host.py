@@ -74,6 +74,7 @@ class Host:
         num_threads: int | None = None,
         num_gpus: int = 0,
         guest_of: Place | None = None,
+        concurrency: int = 1,
     ) -> None:
         """Start the process; `build` runs in it. Non-detached: it dies with this process, however that dies.
 
@@ -84,9 +85,11 @@ class Host:
             num_threads: torch threads in the process; None for one that does not use torch.
             num_gpus: GPUs reserved for it.
             guest_of: Run where another process runs and use its GPUs too, instead of reserving any.
+            concurrency: Calls that may run at once, each in a thread; the object must allow it.
         """
         self._name, self._error = name, error
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0, "max_task_retries": 0}
+        options["max_concurrency"] = concurrency
         if guest_of is not None:
             options |= {
                 "num_gpus": 0,

@@ -41,7 +41,8 @@ class EngineInfo:
 class Engine(Protocol):
     """One rollout server. Versions are policy versions; each is staged, activated and at last retired.
 
-    Whoever replaces weights makes sure that no request runs meanwhile (`EnginePool.drained`). All methods raise EngineError when the engine cannot do what was asked, and leave what it serves as it was.
+    Whoever replaces weights makes sure that no request runs meanwhile (`EnginePool.drained`). All methods raise
+    EngineError when the engine cannot do what was asked, and leave what it serves as it was.
     """
 
     def info(self) -> EngineInfo:

@@ -1,4 +1,8 @@
-"""Several engines behind one `generate`: work is dealt in fixed chunks, so a lost engine loses time, not samples."""
+"""Several engines behind one `generate`: work is dealt in fixed chunks, so a lost engine loses time, not samples.
+
+An engine is given `streams` chunks side by side and takes the next whenever it has done one: the least loaded one is
+dealt the most, and an engine that batches over calls stays full until the end.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +39,11 @@ class EnginePool:
     done again as it was. With engines whose output depends on the chunk only, results do not depend on failures.
     """
 
-    def __init__(self, spawn: Callable[[int], Engine], *, replicas: int, restarts: int, chunk_size: int) -> None:
+    def __init__(
+        self, spawn: Callable[[int], Engine], *, replicas: int, restarts: int, chunk_size: int, streams: int = 1
+    ) -> None:
         self._spawn = spawn
-        self._chunk_size = chunk_size
+        self._chunk_size, self._streams = chunk_size, streams
         engines = [spawn(index) for index in range(replicas)]
         self.slots = [Slot(index, engine, engine.info(), restarts) for index, engine in enumerate(engines)]
         self.serving_version = -1
@@ -99,8 +105,14 @@ class EnginePool:
             for number in range(len(chunks)):
                 if number not in results:
                     todo.put(number)
-            with ThreadPoolExecutor(len(self.slots)) as threads:
-                work = [threads.submit(self._serve, slot, chunks, todo, results, version) for slot in self.ready()]
+            ready = self.ready()
+            streams = min(self._streams, todo.qsize())
+            with ThreadPoolExecutor(max(1, len(ready) * streams)) as threads:
+                work = [
+                    threads.submit(self._serve, slot, chunks, todo, results, version)
+                    for _ in range(streams)
+                    for slot in ready
+                ]
             for future in work:
                 future.result()
         return [completion for number in range(len(chunks)) for completion in results[number]]
@@ -132,7 +144,8 @@ class EnginePool:
         version: int | None,
     ) -> None:
         """Do chunks on one engine until none is left or the engine fails."""
-        while slot.failure is None:
+        engine = slot.engine
+        while slot.failure is None and slot.engine is engine:
             try:
                 number = todo.get_nowait()
             except Empty:
@@ -140,17 +153,22 @@ class EnginePool:
             with self._admitted():
                 wanted = self.serving_version if version is None else version
                 try:
-                    completions = slot.engine.generate(chunks[number], version=wanted)
+                    completions = engine.generate(chunks[number], version=wanted)
                 except EngineError as error:
-                    self.quarantine(slot, str(error))
+                    self._lose(slot, engine, str(error))
                     todo.put(number)
                     return
             served = {completion.policy_version for completion in completions}
             if served != {wanted} or len(completions) != len(chunks[number]):
-                self.quarantine(slot, f"asked for version {wanted}, answered {len(completions)} samples of {served}")
+                self._lose(slot, engine, f"asked for version {wanted}, answered {len(completions)} samples of {served}")
                 todo.put(number)
                 return
             results[number] = completions
+
+    def _lose(self, slot: Slot, engine: Engine, reason: str) -> None:
+        """Quarantine an engine for its first failure; others follow from it, or come when it is already replaced."""
+        if slot.engine is engine and slot.failure is None:
+            self.quarantine(slot, reason)
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:
