@@ -6,24 +6,16 @@ import hashlib
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from relax_pipeline.errors import PublishError
-from relax_pipeline.publish.manifest import MANIFEST, FileEntry
+from relax_pipeline.publish.manifest import MANIFEST
 from relax_pipeline.storage.files import sha256_file
+from relax_pipeline.storage.sending import PayloadFile
 
 _HASHING_THREADS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class PayloadFile:
-    """One file to publish and where its content is."""
-
-    entry: FileEntry
-    content: Path | bytes
 
 
 def collect_payload(folder: Path, card: Mapping[str, str]) -> list[PayloadFile]:
@@ -46,7 +38,7 @@ def collect_payload(folder: Path, card: Mapping[str, str]) -> list[PayloadFile]:
             _from_path(name, paths[name], digest)
             for name, digest in zip(kept, pool.map(sha256_file, [paths[name] for name in kept]), strict=True)
         ]
-    return sorted([*from_folder, *(_from_text(*item) for item in card.items())], key=lambda file: file.entry.name)
+    return sorted([*from_folder, *(_from_text(*item) for item in card.items())], key=lambda file: file.name)
 
 
 def check_model_folder(folder: Path) -> None:
@@ -73,9 +65,9 @@ def check_model_folder(folder: Path) -> None:
 
 
 def _from_path(name: str, path: Path, sha256: str) -> PayloadFile:
-    return PayloadFile(FileEntry(name=name, size=path.stat().st_size, sha256=sha256), path)
+    return PayloadFile(name, path.stat().st_size, sha256, path)
 
 
 def _from_text(name: str, text: str) -> PayloadFile:
     data = text.encode()
-    return PayloadFile(FileEntry(name=name, size=len(data), sha256=hashlib.sha256(data).hexdigest()), data)
+    return PayloadFile(name, len(data), hashlib.sha256(data).hexdigest(), data)

@@ -15,15 +15,16 @@ from relax_pipeline.errors import ConfigError, PublishError
 from relax_pipeline.publish.manifest import (
     LATEST,
     MANIFEST,
+    FileEntry,
     LatestPointer,
     Manifest,
     files_digest,
     read_record,
     write_record,
 )
-from relax_pipeline.publish.payload import PayloadFile, collect_payload
-from relax_pipeline.publish.sending import Progress, send_payload
+from relax_pipeline.publish.payload import collect_payload
 from relax_pipeline.storage.base import ObjectStore
+from relax_pipeline.storage.sending import PayloadFile, Progress, send_payload
 from relax_pipeline.storage.stores import open_store
 
 Outcome = Literal["published", "already_published", "published_by_other"]
@@ -121,7 +122,7 @@ def publish_to(
 
 
 def _manifest(payload: list[PayloadFile], run_name: str, step: int) -> Manifest:
-    files = tuple(file.entry for file in payload)
+    files = tuple(FileEntry(name=file.name, size=file.size, sha256=file.sha256) for file in payload)
     return Manifest(
         run_name=run_name,
         step=step,

@@ -50,6 +50,9 @@ class ObjectStore(Protocol):
     def get_bytes(self, key: str) -> bytes | None:
         """Return a small object's content; None: there is no such object."""
 
+    def get_file(self, key: str, path: Path) -> None:
+        """Write an object's content to a file. The caller checks it: what came may be cut or damaged."""
+
     def head(self, key: str) -> ObjectInfo | None:
         """Describe an object; None: there is no such object."""
 

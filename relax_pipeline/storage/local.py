@@ -57,6 +57,13 @@ class LocalStore:
         except FileNotFoundError:
             return None
 
+    def get_file(self, key: str, path: Path) -> None:
+        """Copy a file."""
+        try:
+            shutil.copyfile(self._path(key), path)
+        except FileNotFoundError as error:
+            raise PublishError(f"{self.uri}/{key} is gone: another process deleted it") from error
+
     def head(self, key: str) -> ObjectInfo | None:
         """Describe a file by its size and inode; None: there is none."""
         try:
@@ -70,7 +77,7 @@ class LocalStore:
         try:
             return sha256_file(self._path(key))
         except FileNotFoundError as error:
-            raise PublishError(f"{self.uri}/{key} is gone: another process deleted it; publish again") from error
+            raise PublishError(f"{self.uri}/{key} is gone: another process deleted it") from error
 
     def keys(self, prefix: str = "") -> list[str]:
         """Return the keys of all whole files that start with a prefix, sorted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import mimetypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -90,15 +90,16 @@ class S3Store:
 
     def sha256(self, key: str) -> str:
         """Read an object back, some parts at a time, and hash it."""
-        info = self.head(key)
-        if info is None:
-            raise PublishError(f"{self.uri}/{key} is gone: another process deleted it; publish again")
-        ranges = list(byte_ranges(info.size, self._part_size))
         digest = hashlib.sha256()
-        for first in range(0, len(ranges), self._threads):
-            for data in self._down.map(lambda part: self._get_range(key, *part), ranges[first : first + self._threads]):
-                digest.update(data)
+        for data in self._parts(key):
+            digest.update(data)
         return digest.hexdigest()
+
+    def get_file(self, key: str, path: Path) -> None:
+        """Download an object, some parts at a time."""
+        with path.open("wb") as file:
+            for data in self._parts(key):
+                file.write(data)
 
     def keys(self, prefix: str = "") -> list[str]:
         """Return the keys that start with a prefix, sorted."""
@@ -113,6 +114,14 @@ class S3Store:
         """Abort every multipart upload below a prefix."""
         for upload in self._bucket.entries("list_multipart_uploads", "Uploads", f"{prefix}/"):
             abort_upload(self._bucket, self._bucket.relative(upload["Key"]), upload["UploadId"])
+
+    def _parts(self, key: str) -> Iterator[bytes]:
+        info = self.head(key)
+        if info is None:
+            raise PublishError(f"{self.uri}/{key} is gone: another process deleted it")
+        ranges = list(byte_ranges(info.size, self._part_size))
+        for first in range(0, len(ranges), self._threads):
+            yield from self._down.map(lambda p: self._get_range(key, *p), ranges[first : first + self._threads])
 
     def _get_range(self, key: str, start: int, length: int) -> bytes:
         request = {**self._bucket.where(key), "Range": f"bytes={start}-{start + length - 1}"}

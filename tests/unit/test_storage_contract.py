@@ -34,17 +34,21 @@ def test_file_comes_back_as_it_was(store: ObjectStore, tmp_path: Path, size: int
     assert put(store, "a/b.bin", tmp_path / "file") == size
     assert store.get_bytes("a/b.bin") == content
     assert store.sha256("a/b.bin") == hashlib.sha256(content).hexdigest()
+    store.get_file("a/b.bin", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == content
     info = store.head("a/b.bin")
     assert info is not None
     assert info.size == size
 
 
-def test_what_is_not_there(store: ObjectStore) -> None:
+def test_what_is_not_there(store: ObjectStore, tmp_path: Path) -> None:
     assert store.head("none") is None
     assert store.get_bytes("none") is None
     assert store.keys() == []
     with pytest.raises(PublishError, match="is gone"):
         store.sha256("none")
+    with pytest.raises(PublishError, match="is gone"):
+        store.get_file("none", tmp_path / "copy")
 
 
 def test_keys_are_relative_sorted_and_filtered(store: ObjectStore) -> None:

@@ -1,13 +1,14 @@
-"""Sending the payload: every file is in the store, proved by reading it back, or publishing has failed."""
+"""Sending files to an object store: every one is there, proved by reading it back, or sending has failed."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
 
 from relax_pipeline.errors import PublishError
-from relax_pipeline.publish.payload import PayloadFile
 from relax_pipeline.storage.base import ObjectStore
 
 Progress = Callable[[int, int], None]
@@ -18,6 +19,18 @@ _FILES_AT_ONCE = 2
 _SENDS_PER_FILE = 2
 
 
+@dataclass(frozen=True, slots=True)
+class PayloadFile:
+    """One file to send and where its content is."""
+
+    name: str
+    """Relative to where it is sent, '/' between parts."""
+    size: int
+    """Bytes."""
+    sha256: str
+    content: Path | bytes
+
+
 def send_payload(store: ObjectStore, prefix: str, payload: Sequence[PayloadFile], progress: Progress | None) -> int:
     """Bring every file to the store and read it back; return the bytes sent.
 
@@ -26,9 +39,9 @@ def send_payload(store: ObjectStore, prefix: str, payload: Sequence[PayloadFile]
     Raises:
         PublishError: The store failed, or a file reads back as something else however often it is sent.
     """
-    meter = _Meter(sum(file.entry.size for file in payload), progress)
+    meter = _Meter(sum(file.size for file in payload), progress)
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        futures = [pool.submit(_ensure, store, f"{prefix}/{file.entry.name}", file, meter) for file in payload]
+        futures = [pool.submit(_ensure, store, f"{prefix}/{file.name}", file, meter) for file in payload]
         try:
             return sum(future.result() for future in as_completed(futures))
         except BaseException:
@@ -39,7 +52,7 @@ def send_payload(store: ObjectStore, prefix: str, payload: Sequence[PayloadFile]
 
 def _ensure(store: ObjectStore, key: str, file: PayloadFile, arrived: Callable[[int], None]) -> int:
     """Send one file unless the store has it, and prove by reading it back that it has; return the bytes sent."""
-    size, sha256 = file.entry.size, file.entry.sha256
+    size, sha256 = file.size, file.sha256
     there = store.head(key)
     if there and there.size == size and there.sha256 in (None, sha256) and store.sha256(key) == sha256:
         arrived(size)
@@ -55,7 +68,7 @@ def _ensure(store: ObjectStore, key: str, file: PayloadFile, arrived: Callable[[
             return sends * size
     raise PublishError(
         f"{store.uri}/{key} reads back as sha256 {found} where {sha256} was sent, {_SENDS_PER_FILE} times: "
-        "the file changes while it is published, or the store or the way to it corrupts data"
+        "the file changes while it is sent, or the store or the way to it corrupts data"
     )
 
 
@@ -70,7 +83,7 @@ class _Meter:
     def __call__(self, num_bytes: int) -> None:
         with self._lock:
             if self.stopped:
-                raise PublishError("stopped, because another file of the model failed")
+                raise PublishError("stopped, because another file failed")
             # What is sent twice counts once.
             self._done = min(self._done + num_bytes, self._total)
             if self._progress:
