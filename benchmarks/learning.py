@@ -27,7 +27,7 @@ RECIPES = Path(__file__).parents[1] / "deployments" / "recipes"
 ADAPTER, MERGE = ("sync.mode=adapter",), ("sync.mode=merge",)
 FULL = ("lora.rank=0", "sync.mode=merge", "optimizer.learning_rate=2e-6")
 FSDP, MEGATRON = ("trainer.kind=fsdp",), ("trainer.kind=megatron",)
-HF, SGLANG = ("engine.kind=hf", "engine.batch_size=512"), ("engine.kind=sglang", "engine.batch_size=512")
+HF, SGLANG = ("engine.kind=hf", "engine.batch_size=512"), ("engine.kind=sglang",)
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "fsdp-hf-adapter": FSDP + HF + ADAPTER,
     "fsdp-hf-merge": FSDP + HF + MERGE,

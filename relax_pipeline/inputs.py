@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from relax_pipeline.checkpoint.manifest import Identity
-from relax_pipeline.config import FsdpTrainerConfig, HfEngineConfig, RunConfig
+from relax_pipeline.config import RunConfig, VllmEngineConfig
 from relax_pipeline.errors import ConfigError, ModelError
 from relax_pipeline.safetensors_io.identity import model_digest
 
@@ -24,10 +24,8 @@ def check_backends(config: RunConfig) -> None:
     Raises:
         ConfigError: Names the setting and what to use instead.
     """
-    if not isinstance(config.trainer, FsdpTrainerConfig):
-        raise ConfigError(f"trainer.kind {config.trainer.kind!r} is not available yet; use fsdp")
-    if not isinstance(config.engine, HfEngineConfig):
-        raise ConfigError(f"engine.kind {config.engine.kind!r} is not available yet; use hf")
+    if isinstance(config.engine, VllmEngineConfig):
+        raise ConfigError("engine.kind 'vllm' is not available yet; use hf or sglang")
     if config.sync.transport != "object_store":
         raise ConfigError(f"sync.transport {config.sync.transport!r} is not available yet; use object_store")
 

@@ -69,7 +69,7 @@ def test_plan_shows_sizes_and_settings(cli: Run, run_values: dict[str, Any]) -> 
         ("rewards.scorers", [{"kind": "mathe"}], "did you mean math?"),
         ("data.train.path", "/nowhere.jsonl", "/nowhere.jsonl"),
         ("lora.target_modules", ["linear_out"], "known Megatron names"),
-        ("engine", {"kind": "sglang"}, "engine.kind 'sglang' is not available yet; use hf"),
+        ("engine", {"kind": "vllm"}, "engine.kind 'vllm' is not available yet; use hf or sglang"),
         ("data.max_prompt_tokens", 5000, "lower data.max_prompt_tokens to 4090"),
         ("lora.target_modules", ["in_proj"], "'in_proj' (in_proj_qkv, in_proj_z, in_proj_b, in_proj_a) matches no"),
     ],

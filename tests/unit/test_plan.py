@@ -184,8 +184,7 @@ def test_validation_warnings_are_listed(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "refusal"),
     [
-        ({"trainer": {"kind": "megatron"}}, "trainer.kind 'megatron' is not available yet; use fsdp"),
-        ({"engine": {"kind": "vllm"}}, "engine.kind 'vllm' is not available yet; use hf"),
+        ({"engine": {"kind": "vllm"}}, "engine.kind 'vllm' is not available yet; use hf or sglang"),
         (
             {"sync": {"mode": "adapter", "transport": "nccl"}},
             "sync.transport 'nccl' is not available yet; use object_store",
@@ -255,8 +254,8 @@ def test_rows_tell_sizes_and_savings(values: dict[str, Any]) -> None:
 
 
 def test_rows_end_with_what_is_refused(values: dict[str, Any]) -> None:
-    rows = plan_rows(make_plan(config(values, engine={"kind": "sglang"})))
-    assert rows[-1] == ("refused", "engine.kind 'sglang' is not available yet; use hf")
+    rows = plan_rows(make_plan(config(values, engine={"kind": "vllm"})))
+    assert rows[-1] == ("refused", "engine.kind 'vllm' is not available yet; use hf or sglang")
 
 
 def test_long_first_prompt_is_cut_where_it_is_shown(values: dict[str, Any], prompts: Path) -> None:
