@@ -238,8 +238,8 @@ def test_multimodal_model_has_two_ways_out(values: dict[str, Any], seeing_model:
 
 
 def test_raise_if_refused_lists_all_refusals(values: dict[str, Any]) -> None:
-    plan = make_plan(config(values, trainer={"kind": "megatron"}, rewards={"scorers": [{"kind": "exakt"}]}))
-    with pytest.raises(ConfigError, match=r"(?s)'planned' cannot start:\n  - trainer\.kind.*\n  - unknown scorer"):
+    plan = make_plan(config(values, engine={"kind": "vllm"}, rewards={"scorers": [{"kind": "exakt"}]}))
+    with pytest.raises(ConfigError, match=r"(?s)'planned' cannot start:\n  - engine\.kind.*\n  - unknown scorer"):
         plan.raise_if_refused()
 
 
