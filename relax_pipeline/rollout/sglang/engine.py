@@ -73,7 +73,7 @@ class SglangEngine:
         self._active: dict[int, Ack] = {}
         self._weights_version: int | None = None
         self._received: dict[str, str] = {}
-        self._gate = threading.Condition()
+        self._gate = threading.Lock()
         self._in_flight = 0
         self._asleep = False
         with ThreadPoolExecutor(1) as thread:
@@ -93,6 +93,11 @@ class SglangEngine:
             leaf_modules=lora.leaf_modules if lora else (),
             max_rank=lora.rank if lora else None,
         )
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are running."""
+        return self._in_flight > 0
 
     def info(self) -> EngineInfo:
         """See `Engine.info`."""
@@ -120,11 +125,11 @@ class SglangEngine:
         """See `Engine.load_weights`."""
         check_weights(tensors, version=version, shapes=self._folder.shapes, dtype=self._dtype)
         digests = digests_of(tensors, version=version)
-        if version != self._weights_version:
-            self._received.clear()
-        self._weights_version = version
-        self._active.clear()
         with self._idle("replace its weights"), _in_memory(tensors) as block:
+            if version != self._weights_version:
+                self._received.clear()
+            self._weights_version = version
+            self._active.clear()
             self._control(
                 "/update_weights_from_tensor",
                 serialized_named_tensors=[bucket(block)] * self._config.tensor_parallel_size,
@@ -132,7 +137,7 @@ class SglangEngine:
                 flush_cache=True,  # or prompts seen before are answered from the old weights' cache
                 weight_version=str(version),
             )
-        self._received |= digests
+            self._received |= digests
 
     def activate(self, version: int) -> Ack:
         """See `Engine.activate`."""
@@ -162,8 +167,8 @@ class SglangEngine:
 
     def generate(self, requests: Sequence[GenerateRequest], *, version: int) -> list[Completion]:
         """See `Engine.generate`."""
-        body = generate_body(requests, adapter=self._adapter(version), seeded=self._config.deterministic)
-        with self._working():
+        with self._serving(version) as adapter:
+            body = generate_body(requests, adapter=adapter, seeded=self._config.deterministic)
             answers = self._server.post("/generate", body, timeout=self._generate_timeout)
         return [
             completion(answer, policy_version=version, engine_id=self._id, incarnation=self._incarnation)
@@ -172,8 +177,8 @@ class SglangEngine:
 
     def logprobs(self, sequences: Sequence[Sequence[int]], *, version: int | None) -> list[NDArray[np.float32]]:
         """See `Engine.logprobs`."""
-        body = logprobs_body(sequences, adapter=self._adapter(version))
-        with self._working():
+        with self._serving(version) as adapter:
+            body = logprobs_body(sequences, adapter=adapter)
             answers = self._server.post("/generate", body, timeout=self._control_timeout)
         return [sequence_logprobs(answer) for answer in answers]
 
@@ -217,14 +222,15 @@ class SglangEngine:
         return None if version == self._weights_version else adapter_name(version)
 
     @contextmanager
-    def _working(self) -> Iterator[None]:
-        """Count a request that runs."""
+    def _serving(self, version: int | None) -> Iterator[str | None]:
+        """Count a request, and keep its version in place while it runs; yield the adapter it needs."""
         with self._gate:
             if self._asleep:
                 raise EngineError(f"engine {self._id} is asleep; wake it first")
+            adapter = self._adapter(version)
             self._in_flight += 1
         try:
-            yield
+            yield adapter
         finally:
             with self._gate:
                 self._in_flight -= 1

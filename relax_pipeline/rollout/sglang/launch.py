@@ -54,7 +54,7 @@ def server_command(config: SglangEngineConfig, model: ModelConfig, *, lora: Lora
     if config.deterministic:
         switches.append("--enable-deterministic-inference")
     if config.offload:
-        switches.append("--enable-memory-saver")
+        switches += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     if model.trust_remote_code:
         switches.append("--trust-remote-code")
     arguments = [str(part) for option in options.items() for part in option]
