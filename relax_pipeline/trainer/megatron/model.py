@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.peft.lora import LoRA
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -70,13 +69,14 @@ def build_model(config: RunConfig, settings: MegatronTrainerConfig, ranks: Ranks
     provider = bridge.to_megatron_provider(load_weights=True)
     configure(provider, config.model, settings, ranks.device)
     lora = _LoraHook(config.lora, ranks) if config.lora.enabled else None
-    if lora is not None:
-        provider.register_pre_wrap_hook(lora)  # after the bridge's own, which loads weights by names without adapters
     provider.finalize()
     chunks = provider.provide_distributed_model(
         wrap_with_ddp=False,
         use_cpu_initialization=ranks.device.type == "cpu",
         mixed_precision_wrapper=None,  # all parameters have the model's dtype as they are built
+        # The bridge's own loads the weights, by names without adapters. Ours is not registered with the provider, which
+        # exports send between pipeline stages.
+        pre_wrap_hook=[provider.pre_wrap_hook, *([lora] if lora else [])],
     )
     if lora is not None:
         _refuse_stray_parameters(chunks)
@@ -126,7 +126,7 @@ def _bridge(config: RunConfig) -> AutoBridge[Any]:
         raise ModelError(f"model.path {config.model.path!r} is nothing Megatron-Bridge can load: {error}") from error
 
 
-def _finalize_grads(model: list[nn.Module], _num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+def _finalize_grads(model: list[nn.Module], _num_tokens: Any = None, **kwargs: Any) -> None:
     """Reduce gradients over the ranks, without dividing by a number of tokens once more."""
     finalize_model_grads(model, None, **kwargs)
 
