@@ -191,7 +191,7 @@ class Adapter:
 
     info: WeightsInfo
     spec: AdapterSpec
-    tensors: dict[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

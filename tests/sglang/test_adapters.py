@@ -71,7 +71,8 @@ def test_seeds_decide_whatever_else_runs(adapter_engine: SglangEngine, versions:
         noise = [threads.submit(adapter_engine.generate, requests(5, seed=9), version=other) for _ in range(2)]
     assert [row for part in parts for row in tokens(part.result())] == first
     assert tokens(noise[0].result()) == tokens(noise[1].result())
-    assert all(a != b for a, b in zip(first, tokens(adapter_engine.generate(requests(8, seed=1), version=version))))
+    others = tokens(adapter_engine.generate(requests(8, seed=1), version=version))
+    assert all(a != b for a, b in zip(first, others, strict=True))
 
 
 def test_completions_of_one_prompt_differ_by_their_seeds(
@@ -107,7 +108,8 @@ def test_base_is_the_one_transformers_loads(adapter_engine: SglangEngine, tiny_m
     hf = HfEngine(engine_id="hf", model=model, config=HfEngineConfig(device="cpu"))
     assert adapter_engine.info().base_tensors_digest == hf.info().base_tensors_digest
     sequences = [[5, 9, 30, 41, 77], [8, 20]]
-    for a, b in zip(adapter_engine.logprobs(sequences, version=None), hf.logprobs(sequences, version=None)):
+    served, expected = (engine.logprobs(sequences, version=None) for engine in (adapter_engine, hf))
+    for a, b in zip(served, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE)
 
 
@@ -131,7 +133,8 @@ def test_version_zero_is_exactly_the_base(adapter_engine: SglangEngine) -> None:
     adapter_engine.stage(item)
     adapter_engine.activate(0)
     sequences = [[5, 9, 30, 41], [8, 20, 33]]
-    for a, b in zip(adapter_engine.logprobs(sequences, version=0), adapter_engine.logprobs(sequences, version=None)):
+    zero, bare = (adapter_engine.logprobs(sequences, version=version) for version in (0, None))
+    for a, b in zip(zero, bare, strict=True):
         assert np.array_equal(a, b)
     adapter_engine.retire(0)
 
@@ -226,5 +229,5 @@ def test_refused_adapter_leaves_the_server_as_it_was(adapter_engine: SglangEngin
 
 
 def test_weights_of_the_model_cannot_sleep_without_offload(adapter_engine: SglangEngine) -> None:
-    with pytest.raises(EngineError, match="set engine.offload to true"):
+    with pytest.raises(EngineError, match=r"set engine\.offload to true"):
         adapter_engine.sleep(weights=True)

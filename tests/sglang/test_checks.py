@@ -49,14 +49,14 @@ def test_adapter_on_one_kind_of_module_passes() -> None:
         (lambda t: without(t, O1 + "B"), r"lora_A and lora_B for \['model.layers.1.self_attn.o_proj'\]"),
         (lambda t: without(t, "layers.1.self_attn.k_proj"), r"missing for \['model.layers.1.self_attn.k_proj'\]"),
         (lambda t: without(t, "layers.1."), r"missing for \['model.layers.1.mlp.down_proj'"),
-        (lambda t: t | {O1 + "A.weight": torch.ones(3, 32)}, r"o_proj.lora_A.weight is torch.float32 \(3, 32\), .*\(3, 64"),
+        (lambda t: t | {O1 + "A.weight": torch.ones(3, 32)}, r"o_proj.lora_A.weight is torch.float32 \(3, 32\)"),
         (lambda t: t | {O1 + "A.weight": torch.ones(64, 3)}, r"o_proj.lora_A.weight is torch.float32 \(64, 3\)"),
         (lambda t: t | {O1 + "B.weight": torch.ones(64, 3)}, r"o_proj.lora_B.weight is torch.float32 \(64, 3\)"),
         (lambda t: t | {O1 + "B.weight": torch.ones(32, 2)}, r"o_proj.lora_B.weight .* it must be floats of \(32, 3\)"),
         (lambda t: t | {O1 + "B.weight": torch.ones(32, 3).int()}, "lora_B.weight is torch.int32"),
         (lambda t: t | {O1 + "B.bias": torch.ones(32)}, r"o_proj.lora_B.bias' is no LoRA tensor"),
         (lambda t: t | {"base_model.model.lm_head.weight": torch.ones(80, 32)}, "lm_head.weight' is no LoRA tensor"),
-        (lambda t: t | {"base_model.model.model.layers.0.self_attn.q_norm.weight": torch.ones(16)}, "is no LoRA tensor"),
+        (lambda t: t | {O1.replace("o_proj.lora_", "q_norm.weight"): torch.ones(16)}, "q_norm.weight' is no"),
         (lambda t: {name.replace("base_model.model.", ""): v for name, v in t.items()}, "tensors must be named base_m"),
     ],
 )  # fmt: skip
@@ -116,7 +116,5 @@ def test_module_the_server_has_no_room_for() -> None:
 def test_values_that_are_not_finite(value: float) -> None:
     tensors = full_adapter(1).tensors
     tensors[O1 + "A.weight"][0, 0] = value
-    with pytest.raises(
-        EngineError, match=r"version 1: .*layers.1.self_attn.o_proj.lora_A.weight holds NaN or infinity"
-    ):
+    with pytest.raises(EngineError, match=r"version 1: .*layers.1.self_attn.o_proj.lora_A.weight holds NaN"):
         digests_of(tensors, version=1)

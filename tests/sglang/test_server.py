@@ -30,7 +30,8 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 """
 OWNER = """
 import os, sys; from pathlib import Path; from relax_pipeline.rollout.sglang.server import Server
-server = Server(lambda port: [sys.executable, "-c", sys.argv[1], str(port)], os.environ, name="s", log=Path(sys.argv[2]), timeout=30)
+command = [sys.executable, "-c", sys.argv[1]]
+server = Server(lambda port: [*command, str(port)], os.environ, name="s", log=Path(sys.argv[2]), timeout=30)
 print(server.pid, server.get("/", timeout=5)["child"], flush=True)
 sys.stdin.read()
 """
@@ -106,7 +107,7 @@ def test_server_that_dies_under_a_request_says_its_last_words(start: Callable[[s
 
 def test_silence_ends_at_the_deadline(start: Callable[[str], Server]) -> None:
     server = start(HTTP)
-    with pytest.raises(EngineError, match="engine x gave no answer to /slow within 0.5 s"):
+    with pytest.raises(EngineError, match=r"engine x gave no answer to /slow within 0.5 s"):
         server.post("/slow", {}, timeout=0.5)
     os.killpg(server.pid, signal.SIGSTOP)
     with pytest.raises(EngineError, match=r"gave no answer to /health within 0.5 s"):

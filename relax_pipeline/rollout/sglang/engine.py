@@ -18,6 +18,7 @@ from relax_pipeline.config import ModelConfig, SglangEngineConfig
 from relax_pipeline.errors import EngineError, UnknownVersionError
 from relax_pipeline.lora.adapter import combine_digests, peft_config
 from relax_pipeline.rollout.base import EngineInfo, adapter_name
+from relax_pipeline.rollout.filed import FiledTensors
 from relax_pipeline.rollout.sglang.checks import check_adapter, check_weights, digests_of
 from relax_pipeline.rollout.sglang.launch import LoraRoom, server_command, server_environment
 from relax_pipeline.rollout.sglang.model_folder import read_model_folder
@@ -111,14 +112,18 @@ class SglangEngine:
             raise EngineError(f"engine {self._id} already holds version {version}; versions never change")
         check_adapter(adapter, room=self._lora, linears=self._folder.linear_shapes())
         digest = combine_digests(digests_of(adapter.tensors, version=version))
-        with _in_memory(adapter.tensors) as block:
-            self._control(
-                "/load_lora_adapter_from_tensors",
-                lora_name=adapter_name(version),
-                config_dict=peft_config(adapter.spec, self._base),
-                serialized_tensors=bucket(block),
-                load_format=FORMAT,
-            )
+        if isinstance(adapter.tensors, FiledTensors):
+            folder = str(adapter.tensors.path.parent)
+            self._control("/load_lora_adapter", lora_name=adapter_name(version), lora_path=folder)
+        else:
+            with _in_memory(adapter.tensors) as block:
+                self._control(
+                    "/load_lora_adapter_from_tensors",
+                    lora_name=adapter_name(version),
+                    config_dict=peft_config(adapter.spec, self._base),
+                    serialized_tensors=bucket(block),
+                    load_format=FORMAT,
+                )
         self._staged[version] = self._ack(version, digest, adapter.info.modules)
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor], *, version: int) -> None:
@@ -254,4 +259,4 @@ def _in_memory(tensors: Mapping[str, torch.Tensor]) -> Iterator[SharedTensors]:
     try:
         yield block
     finally:
-        block.unlink()
+        block.release()

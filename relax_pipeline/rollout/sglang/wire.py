@@ -22,7 +22,7 @@ class _Mapped:
         self._tensors = tensors
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(torch.from_file, dtype=torch.uint8), (str(self._tensors.path), False, self._tensors.num_bytes)
+        return partial(torch.from_file, dtype=torch.uint8), (self._tensors.path, False, self._tensors.num_bytes)
 
 
 def bucket(tensors: SharedTensors) -> str:

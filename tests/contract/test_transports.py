@@ -1,0 +1,160 @@
+"""What every transport must do, between a real trainer and real engines in this process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import run_config, train
+
+from relax_pipeline.config import HfEngineConfig, RunConfig
+from relax_pipeline.errors import EngineError
+from relax_pipeline.lora.adapter import tensors_digest
+from relax_pipeline.rollout.hf import HfEngine
+from relax_pipeline.rollout.pool import EnginePool
+from relax_pipeline.rollout.shared import SharedTensors
+from relax_pipeline.sync.outbox import make_outbox
+from relax_pipeline.sync.sync import WeightSync
+from relax_pipeline.trainer.base import RankLayout
+
+KEEP = 2
+
+
+class World:
+    """A trainer behind a transport, and one engine."""
+
+    def __init__(self, config: RunConfig) -> None:
+        torch.set_num_threads(1)
+        self.config = config
+        self.trainer = make_outbox(config, RankLayout())
+        self.pool = EnginePool(self.spawn, replicas=1, restarts=9, chunk_size=4)
+        self.sync = WeightSync(
+            trainer=self.trainer,
+            pool=self.pool,
+            config=config.sync,
+            tolerance=1e-4,
+            probe=[(5, 9, 30, 41, 77, 12), (8, 20, 33)],
+            keep_versions=KEEP,
+        )
+
+    def spawn(self, index: int) -> HfEngine:
+        assert isinstance(self.config.engine, HfEngineConfig)
+        return HfEngine(engine_id=f"engine-{index}", model=self.config.model, config=self.config.engine)
+
+
+@pytest.fixture(params=["object_store", "ipc", "disk"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["adapter", "merge"])
+def world(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path, transport: str) -> World:
+    sync = {"mode": request.param, "transport": transport}
+    return World(run_config(tiny_model, output_dir=str(tmp_path), sync=sync, rollout={"staleness": 0}))
+
+
+def memory_blocks() -> int:
+    """Blocks of shared memory this process holds open."""
+    return sum("relax-weights" in os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+
+
+def test_engines_hold_what_the_trainer_exports(world: World) -> None:
+    for step in range(3):
+        report = world.sync.sync()  # compares digests, modules and probe logprobs
+        assert (report.version, report.engines, report.quarantined) == (step, ["engine-0"], {})
+        train(world.trainer, updates=1, first=step, count=1)
+
+
+def test_a_replaced_engine_gets_every_version_in_use(world: World) -> None:
+    for step in range(4):
+        world.sync.sync()
+        train(world.trainer, updates=1, first=step, count=1)
+    world.pool.quarantine(world.pool.slots[0], "lost")
+    world.sync.heal()
+    engine = world.pool.slots[0].engine
+    versions = [2, 3] if world.config.sync.mode == "adapter" else [3]
+    assert [len(engine.logprobs([[5, 6, 7]], version=version)) for version in versions] == [1] * len(versions)
+
+
+def test_old_versions_are_let_go(world: World, tmp_path: Path) -> None:
+    before, counts = memory_blocks(), []
+    for step in range(5):
+        world.sync.sync()
+        folders = len(list((tmp_path / "tiny" / "sync").glob("v*")))
+        counts.append(max(memory_blocks() - before, folders))
+        train(world.trainer, updates=1, first=step, count=1)
+    limit = (
+        0 if world.config.sync.transport == "object_store" else KEEP + 1 if world.config.sync.mode == "adapter" else 1
+    )
+    assert counts == [min(count, limit) for count in range(1, 6)]
+
+
+def test_only_the_first_rank_packs(tiny_model: Path, tmp_path: Path) -> None:
+    config = run_config(tiny_model, output_dir=str(tmp_path), sync={"mode": "adapter", "transport": "disk"})
+    World(config).sync.sync()
+    other = make_outbox(config, RankLayout(rank=1, world_size=1))
+    assert other.export_adapter().content is None
+    assert [folder.name for folder in (tmp_path / "tiny" / "sync").iterdir()] == ["v0"]
+
+
+def test_folder_that_engines_do_not_share_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    config = run_config(tiny_model, output_dir=str(tmp_path), sync={"mode": "adapter", "transport": "disk"})
+    world = World(config)
+    content = world.trainer.export_adapter().content
+    (tmp_path / "tiny" / "sync" / "v0" / "adapter_model.safetensors").unlink()
+    with pytest.raises(EngineError, match="v0/adapter_model.safetensors is not there: with sync.transport disk"):
+        world.pool.slots[0].engine.stage(content)
+
+
+# --- Shared memory ---
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    values = torch.Generator().manual_seed(0)
+    return {
+        "a": torch.randn(3, 5, generator=values),
+        "b": torch.randn(7, generator=values).bfloat16(),
+        "empty": torch.empty(0, 4),
+        "transposed": torch.randn(4, 6, generator=values).T,
+    }
+
+
+def test_shared_tensors_are_equal_where_they_are_opened(tensors: dict[str, torch.Tensor]) -> None:
+    block = SharedTensors.write(tensors)
+    opened = pickle.loads(pickle.dumps(block))
+    assert tensors_digest(opened) == tensors_digest(tensors)
+    assert opened["transposed"].shape == (6, 4)
+    block.release()
+
+
+def test_neither_side_can_change_what_the_other_reads(tensors: dict[str, torch.Tensor]) -> None:
+    block = SharedTensors.write(tensors)
+    first, second = (pickle.loads(pickle.dumps(block)) for _ in range(2))
+    expected = tensors["a"].clone()
+    first["a"].zero_()
+    tensors["a"].zero_()
+    assert torch.equal(second["a"], expected)
+    block.release()
+
+
+def test_tensors_read_before_stay_when_the_block_is_released(tensors: dict[str, torch.Tensor]) -> None:
+    block = SharedTensors.write(tensors)
+    opened = pickle.loads(pickle.dumps(block))
+    held = opened["a"]
+    block.release()
+    assert torch.equal(held, tensors["a"])
+    with pytest.raises(RuntimeError, match="No such file"):
+        pickle.loads(pickle.dumps(block))["a"]
+
+
+@pytest.mark.parametrize("make", [lambda t: t, SharedTensors.write])
+def test_digest_does_not_depend_on_the_carrier(
+    make: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], tensors: dict[str, torch.Tensor]
+) -> None:
+    del tensors["empty"]
+    assert tensors_digest(make(tensors)) == tensors_digest(dict(tensors))
