@@ -30,9 +30,9 @@ from relax_pipeline.rollout.pool import EnginePool
 from relax_pipeline.session.collect import Collector, Sampler
 from relax_pipeline.session.session import Evaluation, TrainingSession
 from relax_pipeline.storage.files import write_atomic
+from relax_pipeline.sync.outbox import make_outbox
 from relax_pipeline.sync.sync import WeightSync
 from relax_pipeline.trainer.base import RankLayout, Trainer
-from relax_pipeline.trainer.make import make_trainer
 from relax_pipeline.types import DataPosition, SamplingParams
 
 _PROBE_TOKENS = 64
@@ -109,7 +109,7 @@ def _start_trainer(config: RunConfig, folder: Path) -> RemoteTrainer:
     ranks = config.trainer.world_size
     rendezvous = f"file://{folder / f'.rendezvous-{uuid4().hex[:8]}'}" if ranks > 1 else None
     builds: list[Callable[[], Trainer]] = [
-        partial(make_trainer, config, RankLayout(rank, ranks, rendezvous)) for rank in range(ranks)
+        partial(make_outbox, config, RankLayout(rank, ranks, rendezvous)) for rank in range(ranks)
     ]
     return RemoteTrainer(
         builds,
