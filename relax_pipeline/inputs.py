@@ -26,8 +26,8 @@ def check_backends(config: RunConfig) -> None:
     """
     if isinstance(config.engine, VllmEngineConfig):
         raise ConfigError("engine.kind 'vllm' is not available yet; use hf or sglang")
-    if config.sync.transport != "object_store":
-        raise ConfigError(f"sync.transport {config.sync.transport!r} is not available yet; use object_store")
+    if config.sync.transport == "nccl":
+        raise ConfigError("sync.transport 'nccl' is not available yet; use object_store, ipc or disk")
 
 
 def check_model_folder(config: RunConfig) -> None:
