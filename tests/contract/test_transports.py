@@ -106,7 +106,7 @@ def test_folder_that_engines_do_not_share_is_named(tiny_model: Path, tmp_path: P
     world = World(config)
     content = world.trainer.export_adapter().content
     (tmp_path / "tiny" / "sync" / "v0" / "adapter_model.safetensors").unlink()
-    with pytest.raises(EngineError, match="v0/adapter_model.safetensors is not there: with sync.transport disk"):
+    with pytest.raises(EngineError, match=r"v0/adapter_model.safetensors is not there: with sync.transport disk"):
         world.pool.slots[0].engine.stage(content)
 
 
