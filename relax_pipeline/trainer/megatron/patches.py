@@ -86,11 +86,14 @@ class _CudaIsCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """A stream of a device that does everything at once."""
+    """A stream of a device that does everything at once, and an event on it."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def wait_stream(self, *_: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> _Stream:
+        return self
 
     def synchronize(self) -> None: ...
 
