@@ -1,7 +1,7 @@
 """What Megatron-Core 0.19.2 and Megatron-Bridge 0.6.2 take for granted and a machine may lack.
 
 Nothing here is in force for longer than a `with` block, and on a machine with CUDA and Transformer Engine nothing
-is in force at all: `patches(cuda=True, transformer_engine=True)` is empty.
+is in force at all: `patches` is empty.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 HAS_CUDA = torch.cuda.is_available()
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+HAS_DELTA_KERNELS = HAS_CUDA and importlib.util.find_spec("fla") is not None
 
 
 class Patch(NamedTuple):

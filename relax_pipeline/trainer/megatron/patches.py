@@ -13,7 +13,8 @@ from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
-from relax_pipeline.trainer.megatron.compat import HAS_CUDA, Patch, patched
+from relax_pipeline.trainer.megatron import delta_net
+from relax_pipeline.trainer.megatron.compat import HAS_CUDA, HAS_DELTA_KERNELS, Patch, patched
 from relax_pipeline.trainer.megatron.experts import PortableColumnGroupedLinear, PortableRowGroupedLinear
 
 _CPU = torch.device("cpu")
@@ -23,15 +24,20 @@ _CPU = torch.device("cpu")
 def runnable(*, transformer_engine: bool) -> Iterator[None]:
     """Run Megatron on this machine, with or without Transformer Engine's layers."""
     with ExitStack() as stack:
-        stack.enter_context(patched(patches(cuda=HAS_CUDA, transformer_engine=transformer_engine)))
+        here = patches(cuda=HAS_CUDA, transformer_engine=transformer_engine, delta_kernels=HAS_DELTA_KERNELS)
+        stack.enter_context(patched(here))
         if not HAS_CUDA:
             stack.enter_context(_CudaIsCpu())
         yield
 
 
-def patches(*, cuda: bool, transformer_engine: bool) -> list[Patch]:
-    """Return what this machine needs; nothing where it has both."""
-    return (not cuda) * _without_cuda() + (not transformer_engine) * _without_transformer_engine()
+def patches(*, cuda: bool, transformer_engine: bool, delta_kernels: bool) -> list[Patch]:
+    """Return what a machine needs; nothing where it has all of these."""
+    return [
+        *([] if cuda else _without_cuda()),
+        *([] if transformer_engine else _without_transformer_engine()),
+        *([] if delta_kernels else delta_net.patches()),
+    ]
 
 
 def _without_transformer_engine() -> list[Patch]:
