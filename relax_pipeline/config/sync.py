@@ -20,6 +20,8 @@ class SyncConfig(Section):
     """Cap of one bucket of tensors on the way."""
     verify: bool = True
     """Read digests and module sets back and compare probe logprobs after each sync. Off: the report says so."""
+    verify_every: Annotated[int, Field(ge=1)] = 1
+    """Compare probe logprobs at the first and every n-th sync; digests and module sets at each."""
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest |logprob| difference of the probe; None: 1e-3 for float32 and 0.25 for bfloat16."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 300

@@ -36,6 +36,10 @@ class EngineInfo:
     """Leaf names of the modules that can carry an adapter, sorted."""
     max_rank: int | None = None
     """None: no limit."""
+    expert_adapters: bool = True
+    """Whether experts of a mixture can carry adapters."""
+    data_parallel_size: int = 1
+    """Copies of the model behind the engine; an adapter reaches one of them."""
 
 
 class Engine(Protocol):

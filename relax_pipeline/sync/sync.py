@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -14,11 +15,14 @@ from numpy.typing import NDArray
 from relax_pipeline.config import SyncConfig
 from relax_pipeline.errors import EngineError, SyncError
 from relax_pipeline.rollout.pool import EnginePool, Slot
+from relax_pipeline.sync.contract import check_contract, table
 from relax_pipeline.sync.report import SyncReport
 from relax_pipeline.sync.verify import check_ack, check_base, probe_difference
 from relax_pipeline.sync.weights import Shipment, export_adapter, export_merged
 from relax_pipeline.trainer.base import Trainer
 from relax_pipeline.types import TrainingSample
+
+_log = logging.getLogger(__name__)
 
 
 class WeightSync:
@@ -40,6 +44,8 @@ class WeightSync:
         self._base_digest = trainer.info().base_tensors_digest
         self._acknowledged: dict[tuple[str, str], dict[int, str]] = {}
         self._shipments: list[Shipment] = []
+        self._num_syncs = 0
+        self._agreed = False
         self._expected: dict[int, list[NDArray[np.float32]]] = {}
         # The rollout thread heals while the trainer's thread syncs; engines are replaced by one at a time.
         self._lock = threading.RLock()
@@ -48,17 +54,17 @@ class WeightSync:
         """Bring all engines to the trainer's policy version; a version an engine has acknowledged is not sent again.
 
         Raises:
-            SyncError: No engine holds the version afterwards; lists why.
+            SyncError: No engine holds the version afterwards; lists why. Before the first: engines cannot host what
+                is trained; lists what.
         """
         report = SyncReport(self._trainer.policy_version(), self._config.mode)
         with self._lock:
             with _timed(report.seconds, "export"):
                 self._export(report.version)
             report.rounding_share = self._shipments[-1].rounding_share
-            if self._config.verify and report.version not in self._expected:
-                with _timed(report.seconds, "verify"):
-                    self._expected[report.version] = self._trainer_probe()
+            self._expect(report)
             self._pool.replace_lost()
+            self._agree()
             with self._pool.drained() if self._config.mode == "merge" else nullcontext():
                 self._bring_up(report)
                 self._pool.serving_version = report.version
@@ -93,6 +99,23 @@ class WeightSync:
             self._shipments = [export_merged(self._trainer, buffer_bytes=self._config.buffer_bytes)]
             self._expected.clear()
 
+    def _agree(self) -> None:
+        """Before the first adapter is sent: compare what is trained and exported with what engines can host."""
+        if self._config.mode == "adapter" and not self._agreed:
+            engines = [slot.info for slot in self._pool.running()]
+            rows = check_contract(self._trainer.info().modules, self._shipments[-1].info.modules, engines)
+            _log.info("adapters go to %d engines:\n%s", len(engines), table(rows))
+            self._agreed = True
+
+    def _expect(self, report: SyncReport) -> None:
+        """Take the trainer's probe logprobs of a new version, where this sync is one that compares them."""
+        new = report.version not in self._expected
+        due = self._config.verify and self._num_syncs % self._config.verify_every == 0
+        self._num_syncs += 1
+        if new and due:
+            with _timed(report.seconds, "verify"):
+                self._expected[report.version] = self._trainer_probe()
+
     def _bring_up(self, report: SyncReport) -> None:
         """Send, activate and verify all versions in use on all running engines at once; quarantine those that fail."""
         with ThreadPoolExecutor(len(self._pool.slots)) as threads:
@@ -122,6 +145,7 @@ class WeightSync:
                     ack = slot.engine.activate(shipment.info.version)
                 if self._config.verify:
                     check_ack(ack, shipment.info)
+                if shipment.info.version in self._expected:
                     with _timed(report.seconds, "verify"):
                         self._verify_probe(slot, shipment.info.version, report)
                 held[shipment.info.version] = ack.digest

@@ -275,6 +275,24 @@ def test_unverified_sync_says_so(world: Callable[..., World]) -> None:
     assert "sync/probe_difference" not in report.metrics()
 
 
+def test_probe_is_compared_at_every_nth_sync(world: Callable[..., World]) -> None:
+    pair = world(sync={"verify_every": 3})
+    differences = []
+    for step in range(5):
+        differences.append(pair.sync.sync().probe_difference)
+        train(pair.trainer, updates=1, first=step, count=1)
+    assert [difference is not None for difference in differences] == [True, False, False, True, False]
+
+
+def test_engines_that_cannot_host_what_is_trained_are_found_before_anything_is_sent(tiny_model: Path) -> None:
+    pair = World(run_config(tiny_model), [Recording, Recording], restarts=0, keep=2)
+    slot = pair.pool.slots[1]
+    slot.info = replace(slot.info, leaf_modules=("q_proj",))
+    with pytest.raises(SyncError, match="engine-1 has no room for adapters on down_proj, gate_proj, k_proj, o_proj"):
+        pair.sync.sync()
+    assert [pair.engine(index).received for index in (0, 1)] == [[], []]
+
+
 def test_report_has_the_figures_to_plot(world: Callable[..., World], mode: str) -> None:
     pair = world()
     train(pair.trainer, updates=1)

@@ -20,7 +20,7 @@ from relax_pipeline.lora.adapter import combine_digests, peft_config
 from relax_pipeline.rollout.base import EngineInfo, adapter_name
 from relax_pipeline.rollout.filed import FiledTensors
 from relax_pipeline.rollout.sglang.checks import check_adapter, check_weights, digests_of
-from relax_pipeline.rollout.sglang.launch import LoraRoom, server_command, server_environment
+from relax_pipeline.rollout.sglang.launch import LoraRoom, on_cpu, server_command, server_environment
 from relax_pipeline.rollout.sglang.model_folder import read_model_folder
 from relax_pipeline.rollout.sglang.requests import completion, generate_body, logprobs_body, sequence_logprobs
 from relax_pipeline.rollout.sglang.server import Server
@@ -93,6 +93,8 @@ class SglangEngine:
             base_tensors_digest=digest.result(),
             leaf_modules=lora.leaf_modules if lora else (),
             max_rank=lora.rank if lora else None,
+            expert_adapters=not on_cpu(config),
+            data_parallel_size=config.data_parallel_size,
         )
 
     @property
