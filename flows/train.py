@@ -60,5 +60,6 @@ def train_policy(config: RunConfig) -> dict[str, Any]:
             if config.saves_at(step):
                 training.save(session, step)
         session.check_learned()
+        training.send(session)
     folder = run_folder(config)
     return {"run_folder": str(folder), "step": config.steps, "report": str(write_report(folder))}

@@ -13,6 +13,7 @@ from uuid import uuid4
 from transformers import GenerationConfig
 
 from relax_pipeline.checkpoint.lock import run_lock
+from relax_pipeline.checkpoint.mirror import open_mirror
 from relax_pipeline.config import RunConfig
 from relax_pipeline.data.dataset import PromptDataset
 from relax_pipeline.data.prompts import load_rows
@@ -51,6 +52,7 @@ def open_session(config: RunConfig) -> Iterator[TrainingSession]:
     folder = run_folder(config)
     with ExitStack() as stack:
         stack.enter_context(run_lock(folder))
+        mirror = stack.enter_context(open_mirror(config.checkpoint, config.run_name, folder))
         make_plan(config).raise_if_refused()
         write_atomic(folder / "config.json", config.model_dump_json(indent=2) + "\n")
         tokenizer = load_tokenizer(config)
@@ -77,6 +79,7 @@ def open_session(config: RunConfig) -> Iterator[TrainingSession]:
             collector=partial(_make_collector, config, dataset, sampler, _sampling(config, tokenizer)),
             evaluation=_evaluation(config, tokenizer),
             processes=partial(_processes, trainer.pids(), pool),
+            mirror=mirror,
         )
         stack.callback(session.close)
         yield session

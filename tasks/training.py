@@ -79,3 +79,9 @@ def save(session: TrainingSession, step: int) -> dict[str, Any]:
     saved = {"step": ref.step, "path": str(ref.path)}
     announce("checkpoint.committed", session.config.run_name, saved)
     return saved
+
+
+@task(task_run_name="send", cache_policy=NO_CACHE, persist_result=False)
+def send(session: TrainingSession) -> None:
+    """Wait until the last checkpoint is in checkpoint.store, if there is one."""
+    session.wait_until_sent()

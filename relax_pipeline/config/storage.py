@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from relax_pipeline.config.base import Section
+
+
+def _check_uri(uri: str | None) -> str | None:
+    """Refuse schemes nothing can write to."""
+    if uri is not None and not uri.startswith(("file://", "s3://")):
+        raise ValueError(f"{uri!r}: write file:///folder or s3://bucket/prefix")
+    return uri
+
+
+StoreUri = Annotated[str | None, AfterValidator(_check_uri)]
 
 
 class CheckpointConfig(Section):
@@ -19,24 +29,27 @@ class CheckpointConfig(Section):
     """Also keep each step that this divides."""
     save_lora_only: bool = True
     """Leave the frozen base out: resume reads it from model.path. Ignored, and off, while lora.rank is 0."""
+    save_on_cancel: bool = False
+    """Also save when the run is cancelled between two optimizer steps; has to fit into the worker's 30 s."""
+    store: StoreUri = None
+    """Copy each save here in the background, and resume from here on a machine that has none: file:///folder or
+    s3://bucket/prefix. One attempt at a time may write to a run's store."""
+    endpoint_url: str | None = None
+    """Of an S3-compatible store; None: AWS. Credentials come from the environment."""
+    remote_keep_last: Annotated[int, Field(ge=1)] | None = None
+    """Saves kept in the store; None: all."""
+    remote_keep_every: Annotated[int, Field(ge=1)] | None = None
+    """Also keep each step that this divides."""
 
 
 class PublishConfig(Section):
     """What happens to the model after the last step."""
 
     enabled: bool = False
-    destination: str | None = None
+    destination: StoreUri = None
     """file:///folder or s3://bucket/prefix."""
     endpoint_url: str | None = None
     """Of an S3-compatible store; None: AWS. Credentials come from the environment."""
-
-    @field_validator("destination")
-    @classmethod
-    def destination_is_a_uri(cls, destination: str | None) -> str | None:
-        """Refuse schemes nothing can write to."""
-        if destination is not None and not destination.startswith(("file://", "s3://")):
-            raise ValueError(f"{destination!r}: write file:///folder or s3://bucket/prefix")
-        return destination
 
 
 class TrackingConfig(Section):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from relax_pipeline.checkpoint.manifest import Identity, Manifest, check_continues, read_manifest
+from relax_pipeline.checkpoint.mirror import Mirror
 from relax_pipeline.checkpoint.store import CheckpointRef, CheckpointStore
 from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import CheckpointError, TrainerError
@@ -70,6 +71,7 @@ class TrainingSession:
         collector: Callable[[DataPosition], Collector],
         evaluation: Evaluation | None,
         processes: Callable[[], dict[str, Any]],
+        mirror: Mirror | None = None,
     ) -> None:
         self.config, self.run_folder = config, run_folder
         self.metrics = StepLog(run_folder / "metrics.jsonl")
@@ -78,6 +80,7 @@ class TrainingSession:
         self.checkpoints = CheckpointStore(run_folder / "checkpoints")
         self._identity, self._trainer, self._sync = identity, trainer, sync
         self._sampler, self._make_collector, self._evaluation = sampler, collector, evaluation
+        self._mirror = mirror
         self._processes, self._processes_file = processes, run_folder / "processes.json"
         self._collector: Collector | None = None
         self._position = DataPosition()
@@ -103,6 +106,8 @@ class TrainingSession:
                     f"the manifest says {manifest.policy_version}"
                 )
             step, self._position = ref.step, DataPosition(manifest.epoch, manifest.offset)
+            if self._mirror:
+                self._mirror.send(ref)
         self.metrics.rewind(step)
         self.samples.rewind(step)
         self._collector = self._make_collector(self._position)
@@ -173,7 +178,13 @@ class TrainingSession:
         return metrics
 
     def finish_step(self, step: int) -> dict[str, float]:
-        """Write the step's row and return it."""
+        """Write the step's row and return it.
+
+        Raises:
+            RunLockedError: Another attempt has taken the run: stop.
+        """
+        if self._mirror:
+            self._mirror.check()
         row, self._row = self._row, {}
         started = row.pop("time/start", None)
         if started is not None:
@@ -199,10 +210,21 @@ class TrainingSession:
             layout=self.config.trainer.model_dump(),
         )
         ref = self.checkpoints.save(manifest, self._trainer.save)
+        if self._mirror:
+            self._mirror.send(ref)
         policy = self.config.checkpoint
         self.checkpoints.prune(keep_last=policy.keep_last, keep_every=policy.keep_every)
         self._row |= {"save/bytes": float(ref.num_bytes), "seconds/save": time.perf_counter() - started}
         return ref
+
+    def wait_until_sent(self) -> None:
+        """Wait until the last checkpoint is in its store, if there is one.
+
+        Raises:
+            PublishError: It is on this machine only.
+        """
+        if self._mirror:
+            self._mirror.finish()
 
     def check_learned(self) -> None:
         """Refuse to call a run finished that never learned.
