@@ -9,7 +9,7 @@ import warnings
 from cyclopts import App
 from rich.console import Console
 
-from flows.cli import checkpoints, models, training
+from flows.cli import checkpoints, diagnosis, models, training
 from relax_pipeline import __version__
 from relax_pipeline.errors import RelaxError
 
@@ -25,6 +25,8 @@ app = App(
 app.command(training.train)
 app.command(training.plan)
 app.command(training.report)
+app.command(diagnosis.sync_check)
+app.command(diagnosis.doctor)
 app.command(checkpoints.app)
 app.command(models.merge)
 app.command(models.publish)
