@@ -114,7 +114,7 @@ class Exports:
     def _full_precision(self, version: int) -> dict[str, torch.Tensor]:
         """Return the whole adapter in float32 on rank 0's CPU, gathered once a version."""
         if version != self._version:
-            with self._optimizer.masters_in_model():
+            with self._optimizer.masters_in(self._model.chunks):
                 self._tensors = adapter_tensors(self._model, keep=self._ranks.rank == 0)
             self._version = version
         return self._tensors

@@ -6,7 +6,7 @@ masters must be reachable for exports.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -78,16 +78,26 @@ class MasterOptimizer:
             parameter.copy_(self.masters[name])
 
     @contextmanager
-    def masters_in_model(self) -> Iterator[None]:
-        """Let the model hold the masters themselves inside this block, for exports that nothing has rounded."""
-        rounded = {name: parameter.data for name, parameter in self.parameters.items()}
-        for name, parameter in self.parameters.items():
-            parameter.data = self.masters[name].data
+    def masters_in(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
+        """Let the model hold the masters themselves inside this block, for exports that nothing has rounded.
+
+        The parameters are exchanged whole: another dtype under the same parameter would lose Megatron's hooks on it.
+        """
+        masters = {parameter: self.masters[name] for name, parameter in self.parameters.items()}
+        slots = [
+            (module, leaf, parameter)
+            for chunk in chunks
+            for module in chunk.modules()
+            for leaf, parameter in module.named_parameters(recurse=False)
+            if parameter in masters
+        ]
+        for module, leaf, parameter in slots:
+            setattr(module, leaf, masters[parameter])
         try:
             yield
         finally:
-            for name, parameter in self.parameters.items():
-                parameter.data = rounded[name]
+            for module, leaf, parameter in slots:
+                setattr(module, leaf, parameter)
 
     def moments(self, name: str) -> dict[str, torch.Tensor]:
         """Return a parameter's exp_avg and exp_avg_sq; zeros before the first step."""

@@ -7,6 +7,7 @@ ranks finds its part.
 from __future__ import annotations
 
 import queue
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from relax_pipeline.errors import CheckpointError
 from relax_pipeline.trainer.megatron.compat import Patch, patched
 from relax_pipeline.trainer.megatron.optimizer import MasterOptimizer
+from relax_pipeline.trainer.megatron.parallel import Ranks
 from relax_pipeline.trainer.megatron.sharding import placements
 
 _UPDATES = "optimizer_updates"
@@ -32,7 +35,7 @@ def save_state(
     folder: Path,
     chunks: Sequence[nn.Module],
     optimizer: MasterOptimizer,
-    groups: ProcessGroupCollection,
+    ranks: Ranks,
     *,
     frozen: Mapping[str, nn.Parameter],
     updates: int,
@@ -42,7 +45,7 @@ def save_state(
     Raises:
         CheckpointError: The folder cannot be written, or a parameter has no place in a checkpoint.
     """
-    state = _sharded(chunks, optimizer, groups, frozen, values=_values(optimizer, frozen))
+    state = _sharded(chunks, optimizer, ranks, frozen, values=_values(optimizer, frozen))
     writes_in_this_process = Patch(
         filesystem_async, "_results_queue", queue.Queue(), "the default is a process that imports __main__ again"
     )
@@ -51,14 +54,15 @@ def save_state(
         with patched([writes_in_this_process]):
             dist_checkpointing.save(state | {_UPDATES: updates}, str(folder))
     except (OSError, RuntimeError, CheckpointingException, CheckpointException) as error:
-        raise CheckpointError(f"{folder} cannot be written: {_reason(error)}") from error
+        free = shutil.disk_usage(folder).free >> 20 if folder.is_dir() else 0
+        raise CheckpointError(f"{folder} cannot be written ({free} MiB are free): {_reason(error)}") from error
 
 
 def load_state(
     folder: Path,
     chunks: Sequence[nn.Module],
     optimizer: MasterOptimizer,
-    groups: ProcessGroupCollection,
+    ranks: Ranks,
     *,
     frozen: Mapping[str, nn.Parameter],
 ) -> int:
@@ -68,8 +72,15 @@ def load_state(
         CheckpointError: The folder holds other parameters, other shapes, or cannot be read.
     """
     blank = {key: {n: torch.empty_like(t) for n, t in part.items()} for key, part in _values(optimizer, frozen).items()}
-    state = _sharded(chunks, optimizer, groups, frozen, values=blank)
+    state = _sharded(chunks, optimizer, ranks, frozen, values=blank)
     try:
+        difference = dist_checkpointing.load_tensors_metadata(str(folder)).keys() ^ set().union(
+            *ranks.gather(_keys(state))
+        )
+        if difference:
+            raise CheckpointError(
+                f"{folder} and this trainer differ in {len(difference)} parameters, e.g. {sorted(difference)[:3]}"
+            )
         loaded = dist_checkpointing.load(state, str(folder), strict="raise_all")
     except (OSError, ValueError, RuntimeError, KeyError, CheckpointingException, CheckpointException) as error:
         raise CheckpointError(f"{folder} cannot be loaded: {_reason(error)}") from error
@@ -102,13 +113,13 @@ def _values(optimizer: MasterOptimizer, frozen: Mapping[str, nn.Parameter]) -> d
 def _sharded(
     chunks: Sequence[nn.Module],
     optimizer: MasterOptimizer,
-    groups: ProcessGroupCollection,
+    ranks: Ranks,
     frozen: Mapping[str, nn.Parameter],
     *,
     values: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> dict[str, Any]:
     """Return the values with the places of their parameters."""
-    places = placements(chunks, groups)
+    places = placements(chunks, ranks.groups)
     state: dict[str, Any] = {}
     for key, tensors in values.items():
         owners = frozen if key == "base" else optimizer.parameters
@@ -119,6 +130,15 @@ def _sharded(
             )
         state[key] = {n: make_sharded_optimizer_tensor(places[owners[n]], t, key) for n, t in tensors.items()}
     return state
+
+
+def _keys(state: Mapping[str, Any]) -> set[str]:
+    """Return the names of the tensors that will be asked for."""
+    keys: set[str] = set()
+    for place in nested_values(state):
+        parts = nested_values(place.build()) if isinstance(place, ShardedTensorFactory) else [place]
+        keys |= {part.key for part in parts}
+    return keys
 
 
 def _reason(error: BaseException) -> str:

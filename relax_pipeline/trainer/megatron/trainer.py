@@ -136,7 +136,7 @@ class MegatronTrainer:
                 folder / "trainer",
                 self._model.chunks,
                 self._optimizer,
-                self._ranks.groups,
+                self._ranks,
                 frozen={} if self._config.saves_lora_only else self._model.frozen(),
                 updates=self._updates,
             )
@@ -149,7 +149,7 @@ class MegatronTrainer:
                 folder / "trainer",
                 self._model.chunks,
                 self._optimizer,
-                self._ranks.groups,
+                self._ranks,
                 frozen={} if self._config.saves_lora_only else self._model.frozen(),
             )
         self._exports.forget()
