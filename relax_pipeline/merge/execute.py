@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
 
 import torch
 
-from relax_pipeline.merge.outputs import Moved, produce
+from relax_pipeline.merge.outputs import Moved, Output, produce
 from relax_pipeline.merge.plan import MergePlan
-from relax_pipeline.merge.pool import shard_pool
+from relax_pipeline.merge.pool import worker_pool
 from relax_pipeline.merge.shards import Shard
 from relax_pipeline.storage.files import sha256_file, write_atomic
 
@@ -35,7 +34,7 @@ class ShardRecord:
 
 
 def write_shards(plan: MergePlan, folder: Path, records: Path, *, progress: Progress | None) -> list[ShardRecord]:
-    """Write all shards of a plan into a folder, several at once; those already whole are kept.
+    """Write all shards of a plan into a folder, one after the other, on all processors; those already whole are kept.
 
     Args:
         plan: What to write.
@@ -48,16 +47,21 @@ def write_shards(plan: MergePlan, folder: Path, records: Path, *, progress: Prog
         ModelError: A file changed while it was read.
     """
     count = _Counter(plan.num_bytes, progress)
-    with shard_pool(len(plan.shards)) as pool:
-        futures = [pool.submit(_write_or_keep, shard, plan, folder, records, count) for shard in plan.shards]
+    with worker_pool() as pool:
         try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for failed in filter(Future.exception, done):
-                failed.result()
+            kept = list(pool.map(lambda shard: _read_record(shard, folder, records), plan.shards))
+            sealed: list[Future[ShardRecord]] = []
+            for shard, record in zip(plan.shards, kept, strict=True):
+                if record is not None:
+                    count.add(record.num_bytes)
+                    continue
+                moved = _write(shard, plan.adapter.tensors, folder, pool, count.add)
+                sealed.append(pool.submit(_seal, shard, folder, records, moved))  # while the next one is written
+            new = iter(sealed)
+            return [record or next(new).result() for record in kept]
         finally:
             count.stopped = True
             pool.shutdown(cancel_futures=True)
-        return [future.result() for future in futures]
 
 
 class _Counter:
@@ -75,18 +79,9 @@ class _Counter:
                 self.progress(self.done, self.total)
 
 
-def _write_or_keep(shard: Shard, plan: MergePlan, folder: Path, records: Path, count: _Counter) -> ShardRecord:
-    note = records / f"{shard.file}.json"
-    record = _read_record(note, folder / shard.file)
-    if record is not None:
-        count.add(record.num_bytes)
-        return record
-    record = write_shard(shard, plan.adapter.tensors, folder / shard.file, count.add)
-    write_atomic(note, json.dumps(asdict(record)))
-    return record
-
-
-def _read_record(note: Path, file: Path) -> ShardRecord | None:
+def _read_record(shard: Shard, folder: Path, records: Path) -> ShardRecord | None:
+    """Return the record of a shard that an interrupted merge has left whole."""
+    note, file = records / f"{shard.file}.json", folder / shard.file
     if not (note.is_file() and file.is_file()):
         return None
     record = ShardRecord(**json.loads(note.read_text()))
@@ -94,26 +89,45 @@ def _read_record(note: Path, file: Path) -> ShardRecord | None:
     return record if whole else None
 
 
-def write_shard(
-    shard: Shard, adapter: Mapping[str, torch.Tensor], file: Path, wrote: Callable[[int], None]
-) -> ShardRecord:
-    """Write one shard from front to back into a preallocated file and flush it to disk."""
-    moved: dict[str, tuple[int, int]] = {}
-    digest = hashlib.sha256(shard.header.raw)
-    with file.open("wb") as stream:
+def _write(
+    shard: Shard, adapter: Mapping[str, torch.Tensor], folder: Path, pool: Executor, wrote: Callable[[int], None]
+) -> dict[str, tuple[int, int]]:
+    """Fill a preallocated file, several tensors at once; return targeted tensor to (entries, entries that moved)."""
+    with (folder / shard.file).open("wb", buffering=0) as stream:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(stream.fileno(), 0, shard.num_bytes)
         stream.write(shard.header.raw)
         wrote(len(shard.header.raw))
-        for output in shard.outputs:
-            entries = Moved()
-            for chunk in produce(output, adapter, entries):
+
+        def write_tensor(output: Output, offset: int) -> Moved:
+            moved = Moved()
+            for chunk in produce(output, adapter, moved):
                 data = chunk.numpy().data
-                stream.write(data)
-                digest.update(data)
+                _write_at(stream.fileno(), data, offset)
+                offset += len(data)
                 wrote(len(data))
-            if output.is_targeted:
-                moved[output.info.name] = (output.num_entries, entries.count)
-        stream.flush()
+            return moved
+
+        offsets = [tensor.offset for tensor in shard.header.tensors]
+        futures = [pool.submit(write_tensor, *pair) for pair in zip(shard.outputs, offsets, strict=True)]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for failed in filter(Future.exception, done):
+            failed.result()
+    counts = zip(shard.outputs, futures, strict=True)
+    return {o.info.name: (o.num_entries, future.result().count) for o, future in counts if o.is_targeted}
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _seal(shard: Shard, folder: Path, records: Path, moved: Mapping[str, tuple[int, int]]) -> ShardRecord:
+    """Hash a written shard, flush it to disk, and only then note that it is whole."""
+    file = folder / shard.file
+    record = ShardRecord(shard.file, shard.num_bytes, sha256_file(file), moved)
+    with file.open("rb") as stream:
         os.fsync(stream.fileno())
-    return ShardRecord(shard.file, shard.num_bytes, digest.hexdigest(), moved)
+    write_atomic(records / f"{shard.file}.json", json.dumps(asdict(record)))
+    return record

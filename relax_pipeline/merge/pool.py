@@ -1,4 +1,4 @@
-"""Threads for work on shards: as many as there are processors, each with torch on one of them."""
+"""Threads for work on tensors: as many as there are processors, each with torch on one of them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-MAX_WORKERS = 8
+MAX_WORKERS = 16
 
 
-def shard_pool(num_shards: int) -> ThreadPoolExecutor:
-    """Return a pool for up to `num_shards` tasks.
+def worker_pool() -> ThreadPoolExecutor:
+    """Return a pool of one thread a processor.
 
     The chunks are small enough for one core's cache, so torch's own threads would only wait for each other.
     """
-    workers = max(1, min(MAX_WORKERS, os.cpu_count() or 1, num_shards))
+    workers = max(1, min(MAX_WORKERS, os.cpu_count() or 1))
     return ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))

@@ -12,7 +12,7 @@ from relax_pipeline.merge.deltas import load_factors
 from relax_pipeline.merge.execute import ShardRecord
 from relax_pipeline.merge.outputs import Output, check_finite
 from relax_pipeline.merge.plan import MergePlan
-from relax_pipeline.merge.pool import shard_pool
+from relax_pipeline.merge.pool import worker_pool
 from relax_pipeline.merge.report import Identity, read_report
 from relax_pipeline.safetensors_io.identity import model_digest
 from relax_pipeline.safetensors_io.read import read_tensor
@@ -25,7 +25,7 @@ def check_adapter_values(plan: MergePlan) -> None:
         MergeError: With the tensor's name.
     """
     tensors = plan.adapter.tensors
-    with shard_pool(len(tensors)) as pool:
+    with worker_pool() as pool:
         list(pool.map(lambda name: check_finite(tensors[name], name), tensors))
     for pairing in plan.pairings:
         for target in pairing.deltas if pairing.base_copy else ():

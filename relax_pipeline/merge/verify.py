@@ -13,7 +13,7 @@ from relax_pipeline.errors import MergeError
 from relax_pipeline.merge.deltas import Factors, load_factors
 from relax_pipeline.merge.outputs import Output
 from relax_pipeline.merge.plan import MergePlan
-from relax_pipeline.merge.pool import shard_pool
+from relax_pipeline.merge.pool import worker_pool
 from relax_pipeline.merge.quantization.values import open_rows, rounding_step
 from relax_pipeline.merge.shards import Shard
 from relax_pipeline.merge.weights import Weight
@@ -48,7 +48,7 @@ def verify_merge(plan: MergePlan, folder: Path) -> int:
             raise MergeError(f"{folder / shard.file} does not hold the tensors that were planned for it")
         return sum(_verify_output(output, written, plan.adapter.tensors) for output in shard.outputs)
 
-    with shard_pool(len(plan.shards)) as pool:
+    with worker_pool() as pool:
         return sum(pool.map(verify_shard, plan.shards))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from relax_pipeline.errors import ModelError
 
-MAX_WORKERS = 4
+MAX_WORKERS = 16
 
 
 def model_digest(folder: Path) -> str:
