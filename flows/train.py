@@ -8,11 +8,10 @@ from typing import Any
 from prefect import flow
 from prefect.logging import get_run_logger
 
+from flows.cancelling import save_if_cancelled
 from flows.giving_up import give_up_on_user_errors
 from flows.progress import StepProgress
-from relax_pipeline.build import open_session
 from relax_pipeline.config import RunConfig
-from relax_pipeline.inputs import run_folder
 from relax_pipeline.metrics.report import write_report
 from tasks import training
 from tasks.watching import Watch
@@ -31,6 +30,9 @@ def train_policy(config: RunConfig) -> dict[str, Any]:
 
     Retried by itself after a failure of trainer or engines; a wrong setting is not retried.
     """
+    # Loads torch, which whoever only deploys this flow, or calls its hooks, need not.
+    from relax_pipeline.build import open_session  # noqa: PLC0415
+
     log = get_run_logger()
     with ExitStack() as stack:
         stack.enter_context(give_up_on_user_errors())
@@ -40,6 +42,7 @@ def train_policy(config: RunConfig) -> dict[str, Any]:
         log.info("step %d of %d, from %s", restored["step"], config.steps, restored["checkpoint"] or "the base")
         for problem in restored["passed_over"]:
             log.warning("a damaged checkpoint was passed over: %s", problem)
+        stack.enter_context(save_if_cancelled(session))
         watch = Watch(session, step=restored["step"])
         stack.callback(watch.close)
         progress = stack.enter_context(StepProgress(config, step=restored["step"]))
@@ -61,5 +64,5 @@ def train_policy(config: RunConfig) -> dict[str, Any]:
                 training.save(session, step)
         session.check_learned()
         training.send(session)
-    folder = run_folder(config)
-    return {"run_folder": str(folder), "step": config.steps, "report": str(write_report(folder))}
+    report = write_report(session.run_folder)
+    return {"run_folder": str(session.run_folder), "step": config.steps, "report": str(report)}

@@ -13,9 +13,7 @@ from prefect.cache_policies import NO_CACHE
 
 from relax_pipeline.checkpoint.store import CheckpointRef, in_use
 from relax_pipeline.config import ClusterConfig
-from relax_pipeline.merge.merge import merge_adapter
 from relax_pipeline.publish.upload import publish_model
-from relax_pipeline.remote.job import run_on_cluster
 from relax_pipeline.storage.files import write_atomic
 from tasks.events import announce
 
@@ -28,6 +26,9 @@ _MERGE_BYTES = 2 << 30
 @task(task_run_name="merge-{step}", cache_policy=NO_CACHE, persist_result=False)
 def merge(base: Path, checkpoint: Path, step: int, output: Path, *, ray_address: str | None) -> dict[str, Any]:
     """Fold the checkpoint's adapter into the base and verify the result; what is already merged is kept."""
+    from relax_pipeline.merge.merge import merge_adapter  # noqa: PLC0415 - loads torch, and run_on_cluster Ray
+    from relax_pipeline.remote.job import run_on_cluster  # noqa: PLC0415
+
     call = partial(merge_adapter, base, checkpoint, output)
     with in_use(CheckpointRef(step, checkpoint)):
         if ray_address is None:

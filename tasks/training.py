@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from relax_pipeline.errors import SyncError
-from relax_pipeline.session.session import TrainingSession
 from tasks.events import announce
+
+if TYPE_CHECKING:
+    from relax_pipeline.session.session import TrainingSession
 
 _RETRY_SECONDS = [1.0, 5.0, 20.0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relax_pipeline.config import RunConfig
 from relax_pipeline.metrics.curves import curves_markdown
@@ -13,8 +13,10 @@ from relax_pipeline.metrics.history import History
 from relax_pipeline.metrics.log import StepLog
 from relax_pipeline.metrics.report import report_markdown
 from relax_pipeline.metrics.text import bytes_text
-from relax_pipeline.session.session import TrainingSession
 from tasks.artifacts import Content, LiveArtifacts
+
+if TYPE_CHECKING:
+    from relax_pipeline.session.session import TrainingSession
 
 Row = dict[str, Any]
 _SHOWN_SYNCS = 10

@@ -86,6 +86,8 @@ class TrainingSession:
         self._position = DataPosition()
         self._rollout: Rollout | None = None
         self._row: dict[str, float] = {}
+        self._unsaved_step: int | None = None
+        """The step the trainer and the data position are at, unless it is saved or the next one has begun."""
 
     def restore(self) -> Restored:
         """Continue from the newest intact checkpoint, or start from the base.
@@ -149,6 +151,7 @@ class TrainingSession:
         rollout, self._rollout = self._rollout, None
         assert rollout is not None, "score comes first"
         assert rollout.step == step
+        self._unsaved_step = None
         started = time.perf_counter()
         metrics = learn(self._trainer, rollout, self.config)
         self._position = rollout.next_position
@@ -190,6 +193,7 @@ class TrainingSession:
         if started is not None:
             row["seconds/step"] = time.time() - started
         self.metrics.append(step, row)
+        self._unsaved_step = step or None
         return row
 
     def save(self, step: int) -> CheckpointRef:
@@ -215,7 +219,12 @@ class TrainingSession:
         policy = self.config.checkpoint
         self.checkpoints.prune(keep_last=policy.keep_last, keep_every=policy.keep_every)
         self._row |= {"save/bytes": float(ref.num_bytes), "seconds/save": time.perf_counter() - started}
+        self._unsaved_step = None
         return ref
+
+    def save_unsaved(self) -> CheckpointRef | None:
+        """Save the last finished step; None if it is saved, or an optimizer step has begun since."""
+        return None if self._unsaved_step is None else self.save(self._unsaved_step)
 
     def wait_until_sent(self) -> None:
         """Wait until the last checkpoint is in its store, if there is one.

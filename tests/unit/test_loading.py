@@ -111,8 +111,8 @@ def test_folder_is_refused(tmp_path: Path) -> None:
         ("lora: {rang: 4}", "lora.rang: unknown key; did you mean rank?"),
         ("lorra: {}", "lorra: unknown key; did you mean lora?"),
         (
-            "checkpoint: {zzz: 1}",
-            "checkpoint.zzz: unknown key; known here: every, keep_last, keep_every, save_lora_only",
+            "tracking: {zzz: 1}",
+            "tracking.zzz: unknown key; known here: artifact_every, sample_completions",
         ),
         ("rewards: {scorers: [{knd: math}]}", "rewards.scorers.0.knd: unknown key; did you mean kind?"),
         ("evaluation: {sauce: {}, source: {path: x}}", "evaluation.sauce: unknown key; did you mean source?"),
