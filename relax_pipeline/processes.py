@@ -21,8 +21,9 @@ from relax_pipeline.sync.outbox import make_outbox
 from relax_pipeline.sync.sync import WeightSync
 from relax_pipeline.trainer.base import RankLayout, Trainer
 
-_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25}
-"""Largest probe difference that arithmetic alone explains, by compute dtype; a missing adapter is far beyond."""
+_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
+"""Largest probe difference that arithmetic alone explains, by compute dtype: two kernels in bfloat16 differ by about
+0.03 nats in the mean on SmolLM2-135M, and by 0.25 on single tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import SyncError
 from relax_pipeline.inputs import check_backends, check_model_folder, run_folder
 from relax_pipeline.processes import Processes, open_processes, probe_tolerance
+from relax_pipeline.sync.probe import probe_difference
 from relax_pipeline.sync.report import SyncReport
-from relax_pipeline.sync.verify import probe_difference
 from relax_pipeline.trainer.base import Trainer
 from relax_pipeline.types import TrainingSample
 
@@ -30,7 +30,7 @@ class CheckedSync:
 
     report: SyncReport
     moved: float
-    """Largest |logprob| difference to the base, in nats: how far wrong an engine would be that still serves it."""
+    """Mean |logprob| difference to the base, in nats: how far wrong an engine would be that still serves it."""
     failure: str | None
     """Why it is not good; None: it is."""
 

@@ -23,5 +23,5 @@ class SyncConfig(Section):
     verify_every: Annotated[int, Field(ge=1)] = 1
     """Compare probe logprobs at the first and every n-th sync; digests and module sets at each."""
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
-    """Largest |logprob| difference of the probe; None: 1e-3 for float32 and 0.25 for bfloat16."""
+    """Largest mean |logprob| difference of the probe, in nats; None: 1e-3 for float32 and 0.1 for bfloat16."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 300

@@ -16,7 +16,7 @@ class SyncReport:
     seconds: dict[str, float] = field(default_factory=dict)
     """export, transfer, activate, verify."""
     probe_difference: float | None = None
-    """Largest |logprob| difference between an engine and the trainer; None: not verified."""
+    """Mean |logprob| difference between an engine and the trainer, of the worst engine; None: not compared."""
     rounding_share: float | None = None
     """Merge mode: share of changed entries that rounding left as they were."""
     engines: list[str] = field(default_factory=list)

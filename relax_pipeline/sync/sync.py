@@ -9,18 +9,15 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
-import numpy as np
-from numpy.typing import NDArray
-
 from relax_pipeline.config import SyncConfig
 from relax_pipeline.errors import EngineError, SyncError
 from relax_pipeline.rollout.pool import EnginePool, Slot
 from relax_pipeline.sync.contract import check_contract, table
+from relax_pipeline.sync.probe import Probe
 from relax_pipeline.sync.report import SyncReport
-from relax_pipeline.sync.verify import check_ack, check_base, probe_difference
+from relax_pipeline.sync.verify import check_ack, check_base
 from relax_pipeline.sync.weights import Shipment, export_adapter, export_merged
 from relax_pipeline.trainer.base import Trainer
-from relax_pipeline.types import TrainingSample
 
 _log = logging.getLogger(__name__)
 
@@ -39,14 +36,13 @@ class WeightSync:
         keep_versions: int,
     ) -> None:
         self._trainer, self._pool, self._config = trainer, pool, config
-        self._tolerance, self._keep_versions = tolerance, keep_versions
-        self._probe = [tuple(sequence) for sequence in probe]
+        self._keep_versions = keep_versions
+        self._probe = Probe(trainer, probe, tolerance=tolerance)
         self._base_digest = trainer.info().base_tensors_digest
         self._acknowledged: dict[tuple[str, str], dict[int, str]] = {}
         self._shipments: list[Shipment] = []
         self._num_syncs = 0
         self._agreed = False
-        self._expected: dict[int, list[NDArray[np.float32]]] = {}
         # The rollout thread heals while the trainer's thread syncs; engines are replaced by one at a time.
         self._lock = threading.RLock()
 
@@ -96,8 +92,9 @@ class WeightSync:
         if self._config.mode == "adapter":
             self._shipments.append(export_adapter(self._trainer))
         else:
+            for shipment in self._shipments:
+                self._probe.forget(shipment.info.version)
             self._shipments = [export_merged(self._trainer, buffer_bytes=self._config.buffer_bytes)]
-            self._expected.clear()
 
     def _agree(self) -> None:
         """Before the first adapter is sent: compare what is trained and exported with what engines can host."""
@@ -109,12 +106,11 @@ class WeightSync:
 
     def _expect(self, report: SyncReport) -> None:
         """Take the trainer's probe logprobs of a new version, where this sync is one that compares them."""
-        new = report.version not in self._expected
         due = self._config.verify and self._num_syncs % self._config.verify_every == 0
         self._num_syncs += 1
-        if new and due:
+        if due and not self._probe.expects(report.version):
             with _timed(report.seconds, "verify"):
-                self._expected[report.version] = self._trainer_probe()
+                self._probe.expect(report.version)
 
     def _bring_up(self, report: SyncReport) -> None:
         """Send, activate and verify all versions in use on all running engines at once; quarantine those that fail."""
@@ -135,6 +131,8 @@ class WeightSync:
         held = self._acknowledged.setdefault((slot.info.engine_id, slot.info.incarnation), {})
         try:
             check_base(slot.info, self._base_digest)
+            if self._config.verify:
+                self._probe.meet(slot.engine, slot.info)
             for shipment in self._shipments:
                 if held.get(shipment.info.version) == shipment.info.digest:
                     continue
@@ -145,56 +143,26 @@ class WeightSync:
                     ack = slot.engine.activate(shipment.info.version)
                 if self._config.verify:
                     check_ack(ack, shipment.info)
-                if shipment.info.version in self._expected:
+                if self._probe.expects(shipment.info.version):
                     with _timed(report.seconds, "verify"):
-                        self._verify_probe(slot, shipment.info.version, report)
+                        difference = self._probe.check(slot.engine, slot.info, shipment.info.version)
+                    report.probe_difference = max(report.probe_difference or 0.0, difference)
                 held[shipment.info.version] = ack.digest
             self._pool.admit(slot)
         except (EngineError, SyncError) as error:
             self._pool.quarantine(slot, str(error))
         return report
 
-    def _verify_probe(self, slot: Slot, version: int, report: SyncReport) -> None:
-        answered = slot.engine.logprobs(self._probe, version=version)
-        difference = probe_difference(answered, self._expected[version])
-        report.probe_difference = max(report.probe_difference or 0.0, difference)
-        if difference > self._tolerance:
-            raise SyncError(
-                f"engine {slot.info.engine_id} does not run version {version}: probe logprobs differ by "
-                f"{difference:.3g} from the trainer's, sync.probe_tolerance is {self._tolerance:g}"
-            )
-        if version == 0 and self._config.mode == "adapter":
-            bare = slot.engine.logprobs(self._probe, version=None)
-            if probe_difference(answered, bare) != 0.0:
-                raise SyncError(f"engine {slot.info.engine_id}: version 0 is not the base, though its lora_B is zero")
-
-    def _trainer_probe(self) -> list[NDArray[np.float32]]:
-        samples = [_probe_sample(sequence) for sequence in self._probe]
-        return self._trainer.logprobs(samples, temperature=1.0)
-
     def _retire(self) -> None:
         """Forget versions no rollout can still ask for; merge mode holds one version anyway."""
         while len(self._shipments) > self._keep_versions:
             old = self._shipments.pop(0).info.version
-            self._expected.pop(old, None)
+            self._probe.forget(old)
             for slot in self._pool.ready():
                 try:
                     slot.engine.retire(old)
                 except EngineError as error:
                     self._pool.quarantine(slot, str(error))
-
-
-def _probe_sample(sequence: Sequence[int]) -> TrainingSample:
-    """All tokens after the first, as a completion."""
-    rest = np.array(sequence[1:], dtype=np.int64)
-    return TrainingSample(
-        prompt_ids=np.array(sequence[:1], dtype=np.int64),
-        completion_ids=rest,
-        loss_mask=np.ones(len(rest), dtype=bool),
-        rollout_logprobs=np.zeros(len(rest), dtype=np.float32),
-        advantage=0.0,
-        policy_version=0,
-    )
 
 
 @contextmanager

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
-
 from relax_pipeline.errors import SyncError
 from relax_pipeline.rollout.base import EngineInfo
 from relax_pipeline.types import Ack, WeightsInfo
@@ -42,11 +37,3 @@ def check_ack(ack: Ack, sent: WeightsInfo) -> None:
             f"{who}, version {sent.version}: holds digest {ack.digest[:12]}, {sent.digest[:12]} was sent; "
             "the tensors were changed on the way"
         )
-
-
-def probe_difference(
-    engine_logprobs: Sequence[NDArray[np.float32]], trainer_logprobs: Sequence[NDArray[np.float32]]
-) -> float:
-    """Return the largest |difference| in nats; NaN anywhere gives infinity."""
-    worst = float(np.abs(np.concatenate(engine_logprobs) - np.concatenate(trainer_logprobs)).max())
-    return worst if np.isfinite(worst) else float("inf")

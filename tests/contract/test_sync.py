@@ -22,8 +22,9 @@ from relax_pipeline.rollout.base import adapter_name
 from relax_pipeline.rollout.faulty import FaultyEngine
 from relax_pipeline.rollout.hf import HfEngine
 from relax_pipeline.rollout.pool import EnginePool
+from relax_pipeline.sync.probe import followed_share, probe_difference
 from relax_pipeline.sync.sync import WeightSync
-from relax_pipeline.sync.verify import check_ack, probe_difference
+from relax_pipeline.sync.verify import check_ack
 from relax_pipeline.trainer.fsdp import FsdpTrainer
 from relax_pipeline.types import Ack, Adapter, Completion, GenerateRequest, SamplingParams, WeightsInfo
 
@@ -342,6 +343,20 @@ def test_engine_that_serves_the_version_before_is_caught(adapters: Callable[...,
     assert "engine-0 does not run version 1: probe logprobs differ by" in pair.sync.sync().quarantined["0"]
 
 
+def test_engine_that_serves_the_base_is_caught_in_bfloat16(tiny_model: Path) -> None:
+    class Bare(HfEngine):
+        def logprobs(self, sequences: Sequence[Sequence[int]], *, version: int | None) -> list[np.ndarray]:
+            return super().logprobs(sequences, version=None)
+
+    config = run_config(tiny_model, model={"dtype": "bfloat16"}, sync={"probe_tolerance": 10.0})
+    pair = World(config, [Bare, HfEngine], restarts=0, keep=2)
+    pair.sync.sync()
+    train(pair.trainer, updates=1)
+    report = pair.sync.sync()
+    assert report.engines == ["engine-1"]
+    assert "its probe logprobs made 0% of the trainer's way from the base" in report.quarantined["0"]
+
+
 def test_diverged_adapter_is_an_error_and_not_a_skip(adapters: Callable[..., World]) -> None:
     one = adapters(HfEngine)
     one.sync.sync()
@@ -472,11 +487,30 @@ def test_unequal_acknowledgement_is_refused(change: dict[str, Any], message: str
         check_ack(replace(ACK, **change), SENT)
 
 
-def test_probe_difference_is_the_largest_and_nan_is_infinite() -> None:
+def test_probe_difference_is_the_mean_and_nan_is_infinite() -> None:
     base = [np.array([-1.0, -2.0], dtype=np.float32), np.array([-3.0], dtype=np.float32)]
     other = [np.array([-1.0, -2.5], dtype=np.float32), np.array([-3.25], dtype=np.float32)]
-    assert probe_difference(base, other) == 0.5
+    assert probe_difference(base, other) == 0.25
     for value in (np.nan, np.inf, -np.inf):
         broken = [base[0], np.array([value], dtype=np.float32)]
         assert probe_difference(broken, base) == float("inf")
         assert probe_difference(base, broken) == float("inf")
+
+
+@pytest.mark.parametrize("served", [0.0, 0.4, 1.0])
+def test_noise_of_bfloat16_hides_the_difference_and_not_the_direction(served: float) -> None:
+    draw = np.random.default_rng(0)
+    trainer_bare, engine_bare = (draw.normal(-3, 1, 120), draw.normal(-3, 1, 120))
+    moved = draw.normal(0, 0.2, 120)
+    noise = draw.normal(0, 0.02, 120)
+    share = followed_share(
+        [engine_bare], [engine_bare + served * moved + noise], [trainer_bare], [trainer_bare + moved]
+    )
+    assert share == pytest.approx(served, abs=0.03)
+
+
+def test_a_way_shorter_than_the_noise_decides_nothing() -> None:
+    draw = np.random.default_rng(0)
+    bare, moved, noise = draw.normal(-3, 1, 120), draw.normal(0, 0.01, 120), draw.normal(0, 0.02, 120)
+    assert followed_share([bare], [bare + moved + noise], [bare], [bare + moved]) is None
+    assert followed_share([bare], [bare], [bare], [bare]) is None
