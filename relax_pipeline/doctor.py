@@ -16,7 +16,7 @@ State = Literal["ok", "note", "missing"]
 TRIED_TOGETHER = {
     "torch": "2.11.0",
     "transformers": "5.12.1",
-    "peft": "0.21.0",
+    "peft": "0.21.2",
     "megatron-core": "0.19.2",
     "megatron-bridge": "0.6.2",
     "sglang": "0.5.16",
