@@ -24,7 +24,8 @@ from relax_pipeline.remote.cluster import ray_cluster
 from relax_pipeline.remote.scoring import ScoringWorkers
 from relax_pipeline.rollout.pool import EnginePool
 from relax_pipeline.session.collect import Collector, Sampler
-from relax_pipeline.session.session import Evaluation, TrainingSession
+from relax_pipeline.session.evaluate import Evaluation
+from relax_pipeline.session.session import TrainingSession
 from relax_pipeline.storage.files import write_atomic
 from relax_pipeline.types import DataPosition, SamplingParams
 
@@ -55,7 +56,7 @@ def open_session(config: RunConfig) -> Iterator[TrainingSession]:
         stack.callback(trainer.close)
         pool = start_engines(config, trainer)
         stack.callback(pool.close)
-        sync = make_sync(config, trainer, pool, probe=_probe(dataset))
+        sync = make_sync(config, trainer, pool, probe=make_probe(dataset))
         sync.check_bases()
         pinned = config.sync.mode == "adapter"
         sampler = Sampler(pool=pool, scorer=scorer, tokenizer=tokenizer, heal=sync.heal, pinned=pinned)
@@ -67,7 +68,7 @@ def open_session(config: RunConfig) -> Iterator[TrainingSession]:
             sync=sync,
             sampler=sampler,
             collector=partial(_make_collector, config, dataset, sampler, _sampling(config, tokenizer)),
-            evaluation=_evaluation(config, tokenizer),
+            evaluation=make_evaluation(config, tokenizer),
             processes=partial(_processes, trainer.pids(), pool),
             mirror=mirror,
         )
@@ -75,7 +76,7 @@ def open_session(config: RunConfig) -> Iterator[TrainingSession]:
         yield session
 
 
-def _probe(dataset: PromptDataset) -> list[tuple[int, ...]]:
+def make_probe(dataset: PromptDataset) -> list[tuple[int, ...]]:
     """Return the first tokens of two prompts: what trainer and engines are compared on."""
     return [dataset.prompt(index % len(dataset)).token_ids[:_PROBE_TOKENS] for index in (0, 1)]
 
@@ -112,7 +113,8 @@ def _stop_token_ids(config: RunConfig, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(stop for stop in stops if stop is not None))
 
 
-def _evaluation(config: RunConfig, tokenizer: Any) -> Evaluation | None:
+def make_evaluation(config: RunConfig, tokenizer: Any) -> Evaluation | None:
+    """Read the held-out prompts; None where the run has none."""
     if config.evaluation is None:
         return None
     settings = config.evaluation

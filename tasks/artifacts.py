@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,11 +28,15 @@ class Content:
     """What one artifact shows."""
 
     key: str
-    """Lower-case letters, digits and '-'."""
     kind: str
     """markdown, table or progress."""
     data: Any
     description: str
+
+
+def artifact_key(run_name: str, what: str) -> str:
+    """Return the key of one of a run's artifacts: Prefect takes lower-case letters, digits and '-' only."""
+    return re.sub(r"[^a-z0-9-]+", "-", f"{run_name}-{what}".lower())
 
 
 class LiveArtifacts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from relax_pipeline.metrics.history import History
 from relax_pipeline.metrics.log import StepLog
 from relax_pipeline.metrics.report import report_markdown
 from relax_pipeline.metrics.text import bytes_text
-from tasks.artifacts import Content, LiveArtifacts
+from tasks.artifacts import Content, LiveArtifacts, artifact_key
 
 if TYPE_CHECKING:
     from relax_pipeline.session.session import TrainingSession
@@ -73,8 +72,7 @@ class Watch:
 
     def _content(self, what: str, kind: str, data: Any) -> Content:
         name = self._config.run_name
-        key = re.sub(r"[^a-z0-9-]+", "-", f"{name}-{what}".lower())
-        return Content(key, kind, data, f"{name}: {what}")
+        return Content(artifact_key(name, what), kind, data, f"{name}: {what}")
 
 
 def sync_table(syncs: Sequence[Row], config: RunConfig) -> list[Row]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from relax_pipeline.checkpoint.manifest import Identity, Manifest, check_continues, read_manifest
 from relax_pipeline.checkpoint.mirror import Mirror
@@ -19,11 +17,12 @@ from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import CheckpointError, TrainerError
 from relax_pipeline.metrics.log import StepLog
 from relax_pipeline.session.collect import Collector, Sampler
+from relax_pipeline.session.evaluate import Evaluation, answer_held_out
 from relax_pipeline.session.learn import learn, rollout_metrics
 from relax_pipeline.sync.report import SyncReport
 from relax_pipeline.sync.sync import WeightSync
 from relax_pipeline.trainer.base import Trainer
-from relax_pipeline.types import DataPosition, Prompt, Rollout, SamplingParams
+from relax_pipeline.types import DataPosition, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +36,6 @@ class Restored:
     """None: from the base."""
     passed_over: tuple[str, ...]
     """Newer checkpoints that were damaged, and how."""
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Held-out prompts and how they are answered."""
-
-    prompts: Sequence[Prompt]
-    num_completions: int
-    sampling: SamplingParams
 
 
 class TrainingSession:
@@ -165,18 +155,7 @@ class TrainingSession:
         if self._evaluation is None:
             return {}
         started = time.perf_counter()
-        groups = self._sampler.generate(
-            self._evaluation.prompts,
-            num_completions=self._evaluation.num_completions,
-            sampling=self._evaluation.sampling,
-            seed=(self.config.seed, "evaluation"),
-        )
-        groups = self._sampler.score(groups)
-        scores = [score for group in groups for score in group.scores]
-        names = dict.fromkeys(name for score in scores for name in score.metrics)
-        metrics = {f"eval/{n}": float(np.mean([s.metrics[n] for s in scores if n in s.metrics])) for n in names}
-        metrics["eval/reward"] = float(np.mean([score.value for score in scores]))
-        metrics["eval/policy_version"] = float(groups[0].completions[0].policy_version)
+        metrics = answer_held_out(self._sampler, self._evaluation, seed=self.config.seed)
         self._row |= metrics | {"seconds/evaluate": time.perf_counter() - started}
         return metrics
 
