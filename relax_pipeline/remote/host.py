@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,40 +27,37 @@ class Place:
 class _Host:
     """Builds an object and calls its methods by name. No logic of its own."""
 
-    def __init__(self, build: Callable[[], Any], num_threads: int | None, gpu_ids: tuple[str, ...]) -> None:
+    def __init__(self, gpu_ids: tuple[str, ...]) -> None:
         if gpu_ids:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
+        self._target: Future[Any] = Future()
+
+    def build(self, build: Callable[[], Any], num_threads: int | None) -> None:
         if num_threads is not None:
             import torch  # noqa: PLC0415 - takes seconds, and only a process that computes needs it
 
             torch.set_num_threads(num_threads)
-        self._failure: Exception | None = None
         try:
-            self._target = build()
+            self._target.set_result(build())
         except Exception as error:  # noqa: BLE001 - raised by every call; Ray would only say that the actor died
-            self._failure = error
+            self._target.set_exception(error)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._built(), method)(*args, **kwargs)
+        return getattr(self._target.result(), method)(*args, **kwargs)
 
     def split(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Call, and return the small part and the heavy `content` as two objects, so that the latter stays here."""
-        result = getattr(self._built(), method)(*args, **kwargs)
+        result = getattr(self._target.result(), method)(*args, **kwargs)
         content = result.content
         object.__setattr__(result, "content", None)
         return result, content
 
     def pid(self) -> int:
-        self._built()
+        self._target.result()
         return os.getpid()
 
     def place(self) -> Place:
         return Place(ray.get_runtime_context().get_node_id(), tuple(map(str, ray.get_gpu_ids())))
-
-    def _built(self) -> Any:
-        if self._failure is not None:
-            raise self._failure
-        return self._target
 
 
 class Host:
@@ -96,7 +94,9 @@ class Host:
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(guest_of.node_id, soft=False),
             }
         gpu_ids = guest_of.gpu_ids if guest_of else ()
-        self._actor: Any = ray.remote(_Host).options(**options).remote(build, num_threads, gpu_ids)
+        self._actor: Any = ray.remote(_Host).options(**options).remote(gpu_ids)
+        self._place = self._actor.place.remote()  # before what may take minutes: others wait to run beside it
+        self._actor.build.remote(build, num_threads)
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Start a call; its result is got with `result`."""
@@ -136,8 +136,8 @@ class Host:
         return pid
 
     def place(self, *, timeout: float) -> Place:
-        """Return where the process runs; raises as `result`."""
-        place: Place = self.result(self._actor.place.remote(), timeout=timeout)
+        """Return where the process runs, built or not; raises as `result`."""
+        place: Place = self.result(self._place, timeout=timeout)
         return place
 
     def kill(self) -> None:
