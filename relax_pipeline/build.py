@@ -122,6 +122,7 @@ def make_evaluation(config: RunConfig, tokenizer: Any) -> Evaluation | None:
     sampling = SamplingParams(
         max_new_tokens=settings.max_new_tokens or config.rollout.max_new_tokens,
         temperature=settings.temperature,
+        top_p=settings.top_p,
         stop_token_ids=_stop_token_ids(config, tokenizer),
     )
     prompts = [dataset.prompt(index) for index in range(len(dataset))]

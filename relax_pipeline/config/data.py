@@ -52,6 +52,7 @@ class EvalConfig(Section):
     completions_per_prompt: Annotated[int, Field(ge=1)] = 1
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_new_tokens: Annotated[int, Field(ge=1)] | None = None
     """None: as in training."""
 
