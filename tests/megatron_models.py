@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_run import run_config
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from relax_pipeline.config import RunConfig
 
 DENSE: dict[str, Any] = {
     "vocab_size": 80,
@@ -58,6 +61,16 @@ def write_model(folder: Path, family: str, *, dtype: torch.dtype = torch.float32
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values)).to(dtype)
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            low = -0.5 if kind.startswith("qwen3_5") and "linear_attn" not in name else 0.5  # 1 + weight there
+            torch.nn.init.uniform_(parameter, low, low + 1)
     model.save_pretrained(folder)
     return folder
+
+
+def megatron_config(folder: Path, /, **sections: Any) -> RunConfig:
+    """A float32 run of the Megatron trainer on the CPU, rank 4; sections are merged into these."""
+    trainer = {"kind": "megatron", "device": "cpu", "micro_batch_tokens": 30} | sections.pop("trainer", {})
+    values = {"lora": {"rank": 4, "alpha": 8}, "optimizer": {"learning_rate": 1e-2, "eps": 1e-3}}
+    merged = {name: values.get(name, {}) | sections.get(name, {}) for name in values | sections}
+    base = run_config(folder, **merged).model_dump()
+    return RunConfig.model_validate(base | {"trainer": trainer})

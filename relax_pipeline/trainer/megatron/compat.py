@@ -21,7 +21,7 @@ import torch
 
 HAS_CUDA = torch.cuda.is_available()
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
-HAS_DELTA_KERNELS = HAS_CUDA and importlib.util.find_spec("fla") is not None
+HAS_DELTA_KERNELS = importlib.util.find_spec("fla") is not None
 
 
 class Patch(NamedTuple):
@@ -50,11 +50,15 @@ def importable() -> Iterator[None]:
     if not HAS_CUDA:
         # Megatron compiles its fused functions at import; a machine without a GPU may have no compiler either.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # Megatron's import puts a function of its own here, and from then on whoever unpickles a tensor of ours, an engine
+    # for instance, would have to import Megatron.
+    load = Patch(torch.storage, "_load_from_bytes", torch.storage._load_from_bytes, "put back after the import")
     finder = _LoraLayersFinder()
     if not HAS_TRANSFORMER_ENGINE:
         sys.meta_path.insert(0, finder)
     try:
-        yield
+        with patched([load]):
+            yield
     finally:
         if not HAS_TRANSFORMER_ENGINE:
             sys.meta_path.remove(finder)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from relax_pipeline.config import AlgorithmConfig
-from relax_pipeline.rl.objective import ObjectiveMetrics, objective
+from relax_pipeline.rl.objective import ObjectiveMetrics, finalize_metrics, objective
 from relax_pipeline.trainer.megatron.batches import PackedBatch
 from relax_pipeline.trainer.megatron.logprobs import token_logprobs
 from relax_pipeline.trainer.megatron.model import Model
@@ -48,8 +50,8 @@ class Passes:
         *,
         token_total: int,
         sequence_total: int,
-    ) -> list[ObjectiveMetrics]:
-        """Leave the reduced gradient of the objective in the gradient buffers; return each micro-batch's metrics."""
+    ) -> dict[str, float]:
+        """Leave the reduced gradient of the objective in the gradient buffers; return the metrics of all ranks."""
         for chunk in self.model.wrapped:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -71,7 +73,10 @@ class Passes:
                 sequence_total=sequence_total,
             )
 
-        return self._run(batches, answer, forward_only=False)
+        parts = self._run(batches, answer, forward_only=False)
+        mine = _on_cpu(reduce(add, parts)) if self.ranks.answers else None
+        total = reduce(add, [part for part in self.ranks.gather(mine) if part is not None])
+        return finalize_metrics(total.sums, total.maxima)
 
     def _run(self, batches: Sequence[PackedBatch], answer: Answer, *, forward_only: bool) -> list[Any]:
         def step(data: Iterator[PackedBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -111,3 +116,8 @@ class Passes:
         )
         entropy_BT = None if entropy_S is None else entropy_S[batch.predicts_BT]
         return logprobs_S[batch.predicts_BT], entropy_BT
+
+
+def _on_cpu(metrics: ObjectiveMetrics) -> ObjectiveMetrics:
+    sums, maxima = ({name: value.cpu() for name, value in half.items()} for half in (metrics.sums, metrics.maxima))
+    return ObjectiveMetrics(sums, maxima)

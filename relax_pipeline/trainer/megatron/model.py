@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.peft.lora import LoRA
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import nn
 
 from relax_pipeline.config import LoraConfig, MegatronTrainerConfig, RunConfig
@@ -19,6 +23,7 @@ from relax_pipeline.trainer.megatron.parallel import Ranks
 from relax_pipeline.trainer.megatron.provider import configure
 from relax_pipeline.trainer.megatron.sharding import initialise_adapters
 from relax_pipeline.trainer.megatron.targets import resolve_targets
+from relax_pipeline.trainer.megatron_limits import check_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ def build_model(config: RunConfig, settings: MegatronTrainerConfig, ranks: Ranks
 
     Raises:
         ModelError: The folder is missing, or Megatron-Bridge does not know the architecture.
-        ConfigError: As `resolve_targets`.
+        ConfigError: As `check_model` and `resolve_targets`.
         TrainerError: Something other than the adapter would train.
     """
     bridge = _bridge(config)
@@ -81,6 +86,8 @@ def build_model(config: RunConfig, settings: MegatronTrainerConfig, ranks: Ranks
     if lora is not None:
         _refuse_stray_parameters(chunks)
         initialise_adapters(chunks, ranks.groups, config.seed)
+        if config.sync.mode == "adapter":
+            _keep_gates_unadapted(chunks)
     model_config = chunks[0].config
     model_config.finalize_model_grads_func = _finalize_grads
     return Model(
@@ -120,6 +127,7 @@ def _bridge(config: RunConfig) -> AutoBridge[Any]:
         raise ModelError(
             f"model.path {config.model.path!r} is no Hugging Face checkpoint: {folder / 'config.json'} does not exist"
         )
+    check_model(config, json.loads((folder / "config.json").read_text()))
     try:
         return AutoBridge.from_hf_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -139,6 +147,22 @@ def _with_gradient_buffers(chunk: nn.Module, number: int, ranks: Ranks) -> Distr
         disable_bucketing=number > 0,
         pg_collection=ranks.groups,
     )
+
+
+def _keep_gates_unadapted(chunks: list[nn.Module]) -> None:
+    """Let no gradient reach lora_B's rows for beta and alpha of gated delta nets: engines host no adapter for them."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, GatedDeltaNet) and hasattr(module.in_proj, "adapter"):
+                gates = sum(module.in_proj_split_sections[:4])  # after q, k, v and z
+                weight = module.in_proj.adapter.linear_out.weight
+                weight.register_hook(partial(_without_rows, first=gates))
+
+
+def _without_rows(gradient_OR: torch.Tensor, first: int) -> torch.Tensor:
+    gradient_OR = gradient_OR.clone()
+    gradient_OR[first:] = 0
+    return gradient_OR
 
 
 def _refuse_stray_parameters(chunks: list[nn.Module]) -> None:

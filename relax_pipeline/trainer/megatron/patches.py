@@ -14,19 +14,20 @@ from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 from relax_pipeline.trainer.megatron import delta_net
-from relax_pipeline.trainer.megatron.compat import HAS_CUDA, HAS_DELTA_KERNELS, Patch, patched
+from relax_pipeline.trainer.megatron.compat import HAS_DELTA_KERNELS, Patch, patched
 from relax_pipeline.trainer.megatron.experts import PortableColumnGroupedLinear, PortableRowGroupedLinear
 
 _CPU = torch.device("cpu")
 
 
 @contextmanager
-def runnable(*, transformer_engine: bool) -> Iterator[None]:
-    """Run Megatron on this machine, with or without Transformer Engine's layers."""
+def runnable(device: torch.device, *, transformer_engine: bool) -> Iterator[None]:
+    """Run Megatron on this device, with or without Transformer Engine's layers."""
+    cuda = device.type == "cuda"
+    here = patches(cuda=cuda, transformer_engine=transformer_engine, delta_kernels=cuda and HAS_DELTA_KERNELS)
     with ExitStack() as stack:
-        here = patches(cuda=HAS_CUDA, transformer_engine=transformer_engine, delta_kernels=HAS_DELTA_KERNELS)
         stack.enter_context(patched(here))
-        if not HAS_CUDA:
+        if not cuda:
             stack.enter_context(_CudaIsCpu())
         yield
 

@@ -34,7 +34,8 @@ class PortableNorm(nn.Module):
         super().__init__()
         self.eps, self._layer_norm = eps, config.normalization == "LayerNorm"
         self._offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-        start = torch.full((hidden_size,), 1.0 - self._offset, dtype=config.params_dtype)
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        start = torch.full((hidden_size,), 1.0 - self._offset, dtype=config.params_dtype, device=device)
         self.weight = nn.Parameter(start)
         self.bias = nn.Parameter(torch.zeros_like(start)) if self._layer_norm else None
         for parameter in self.parameters():

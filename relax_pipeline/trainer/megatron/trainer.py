@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import reduce
-from operator import add
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +15,13 @@ from numpy.typing import NDArray
 from relax_pipeline.config import MegatronTrainerConfig, RunConfig
 from relax_pipeline.errors import TrainerError
 from relax_pipeline.models import resolve_device
-from relax_pipeline.rl.objective import ObjectiveMetrics, finalize_metrics
 from relax_pipeline.seeds import derive_seed
 from relax_pipeline.trainer.base import Bucket, Payload, RankLayout, TrainerInfo
 from relax_pipeline.trainer.megatron.batches import RankBatch, rank_batches
 from relax_pipeline.trainer.megatron.exports import Exports
 from relax_pipeline.trainer.megatron.forward import Passes
 from relax_pipeline.trainer.megatron.model import build_model
+from relax_pipeline.trainer.megatron.offload import sleep, wake
 from relax_pipeline.trainer.megatron.optimizer import MasterOptimizer
 from relax_pipeline.trainer.megatron.parallel import join, leave
 from relax_pipeline.trainer.megatron.patches import runnable
@@ -39,11 +37,11 @@ class MegatronTrainer:
     def __init__(self, config: RunConfig, layout: RankLayout | None = None) -> None:
         assert isinstance(config.trainer, MegatronTrainerConfig)
         self._config, self._settings = config, config.trainer
-        device = resolve_device(config.trainer.device)
-        self._transformer_engine = uses_transformer_engine(self._settings, device)
-        self._updates = 0
+        self._device = resolve_device(config.trainer.device)
+        self._transformer_engine = uses_transformer_engine(self._settings, self._device)
+        self._updates, self._asleep = 0, False
         with self._machine():
-            self._ranks = join(layout or RankLayout(), self._settings, device=device, seed=config.seed)
+            self._ranks = join(layout or RankLayout(), self._settings, device=self._device, seed=config.seed)
             self._model = build_model(config, self._settings, self._ranks)
             self._optimizer = MasterOptimizer(self._model.parameters(), config.optimizer, self._ranks)
             self._passes = Passes(self._model, self._ranks)
@@ -88,25 +86,25 @@ class MegatronTrainer:
                     batches[number] = replace(batches[number], ref_logprobs_BT=logprobs_BT)
             data_rank = self._ranks.groups.dp_cp.rank()
             torch.manual_seed(derive_seed(self._config.seed, "dropout", self._updates, data_rank))
-            parts = self._passes.train(
+            result = self._passes.train(
                 batches,
                 temperature,
                 self._config.algorithm,
                 token_total=token_total,
                 sequence_total=sequence_total,
             )
-        result = self._total(parts)
         self._refuse_unless_finite("loss", result["loss"])
         self._optimizer.accumulate()
         return result
 
     def optim_step(self) -> dict[str, float]:
         """See `Trainer.optim_step`."""
-        grad_norm = self._optimizer.grad_norm()
-        self._refuse_unless_finite("gradient norm", grad_norm)
         total = self._config.steps * self._config.algorithm.updates_per_rollout
         rate = learning_rate(self._updates, total_updates=total, config=self._config.optimizer)
-        self._optimizer.step(rate=rate, grad_norm=grad_norm)
+        with self._machine():
+            grad_norm = self._optimizer.grad_norm()
+            self._refuse_unless_finite("gradient norm", grad_norm)
+            self._optimizer.step(rate=rate, grad_norm=grad_norm)
         self._updates += 1
         return {"grad_norm": grad_norm, "learning_rate": rate}
 
@@ -158,9 +156,28 @@ class MegatronTrainer:
         """See `Trainer.close`."""
         leave()
 
+    def sleep(self) -> None:
+        """Free the GPU of all but the adapter until `wake`; any other call raises."""
+        with self._machine():
+            sleep(self._model, self._optimizer)
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Go on as if `sleep` had not been called."""
+        self._asleep = False
+        with self._machine():
+            wake(self._model, self._optimizer, self._device)
+
     @contextmanager
     def _machine(self) -> Iterator[None]:
-        with runnable(transformer_engine=self._transformer_engine):
+        """Work with the model inside this block.
+
+        Raises:
+            TrainerError: The trainer sleeps.
+        """
+        if self._asleep:
+            raise TrainerError("the trainer sleeps, its weights are in host memory; call wake first")
+        with runnable(self._device, transformer_engine=self._transformer_engine):
             yield
 
     def _batches(self, samples: Sequence[TrainingSample]) -> list[RankBatch]:
@@ -175,18 +192,7 @@ class MegatronTrainer:
             count_multiple=settings.pipeline_parallel_size if settings.virtual_pipeline_parallel_size > 1 else 1,
         )
 
-    def _total(self, parts: Sequence[ObjectiveMetrics]) -> dict[str, float]:
-        """Add up the micro-batches of all ranks, on all ranks."""
-        mine = reduce(add, parts) if self._ranks.answers else None
-        total = reduce(add, [part for part in self._ranks.gather(mine and _on_cpu(mine)) if part is not None])
-        return finalize_metrics(total.sums, total.maxima)
-
     def _refuse_unless_finite(self, name: str, value: float) -> None:
         if not math.isfinite(value):
             self._optimizer.clear()
             raise TrainerError(f"the {name} is {value} at policy version {self._updates}; no weight has changed")
-
-
-def _on_cpu(metrics: ObjectiveMetrics) -> ObjectiveMetrics:
-    sums, maxima = ({name: value.cpu() for name, value in half.items()} for half in (metrics.sums, metrics.maxima))
-    return ObjectiveMetrics(sums, maxima)
