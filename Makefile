@@ -33,7 +33,7 @@ $(READY): requirements.lock requirements-nodeps.lock pyproject.toml
 	@if command -v uv >/dev/null; then \
 		set -ex; uv venv --quiet --allow-existing --python 3.12 .venv; \
 		uv pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.lock; \
-		uv pip install --quiet --python $(BIN)/python --no-deps -r requirements-nodeps.lock -e .; \
+		uv pip install --quiet --compile-bytecode --python $(BIN)/python --no-deps -r requirements-nodeps.lock -e .; \
 	else \
 		set -ex; $(PYTHON) -m venv .venv; \
 		$(BIN)/python -m pip install --quiet -r requirements.lock; \
