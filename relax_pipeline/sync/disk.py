@@ -51,5 +51,9 @@ class Disk:
         """See `Transport.forget`."""
         shutil.rmtree(self._of(version), ignore_errors=True)
 
+    def close(self) -> None:
+        """See `Transport.close`."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def _of(self, version: int) -> Path:
         return self._folder / f"v{version}"

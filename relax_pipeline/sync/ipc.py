@@ -31,3 +31,8 @@ class Ipc:
         """See `Transport.forget`."""
         for block in self._blocks.pop(version, ()):
             block.release()
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        for version in list(self._blocks):
+            self.forget(version)

@@ -22,3 +22,6 @@ class ObjectStore:
 
     def forget(self, version: int) -> None:
         """See `Transport.forget`."""
+
+    def close(self) -> None:
+        """See `Transport.close`."""

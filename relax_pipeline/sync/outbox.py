@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from relax_pipeline.config import RunConfig
-from relax_pipeline.errors import ConfigError
+from relax_pipeline.models import resolve_device
 from relax_pipeline.sync.disk import Disk
 from relax_pipeline.sync.ipc import Ipc
+from relax_pipeline.sync.nccl import Nccl
 from relax_pipeline.sync.object_store import ObjectStore
 from relax_pipeline.sync.transport import Transport
 from relax_pipeline.trainer.base import Bucket, Payload, RankLayout, Trainer
@@ -44,6 +45,12 @@ class Outbox:
         packed = self._transport.weights(bucket.content, version=version) if self._transport else None
         return replace(bucket, content=packed)
 
+    def close(self) -> None:
+        """See `Trainer.close`."""
+        if self._transport:
+            self._transport.close()
+        self._trainer.close()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
 
@@ -55,11 +62,7 @@ class Outbox:
 
 
 def make_outbox(config: RunConfig, layout: RankLayout) -> Trainer:
-    """Build this process's rank of the configured trainer, with the configured transport.
-
-    Raises:
-        ConfigError: The transport is not available.
-    """
+    """Build this process's rank of the configured trainer, with the configured transport."""
     # Engines keep staleness + 2 adapters, or one model, and are sent the next before the oldest goes.
     kept = config.rollout.staleness + 3 if config.sync.mode == "adapter" else 1
     transport = make_transport(config) if layout.rank == 0 else None
@@ -69,11 +72,7 @@ def make_outbox(config: RunConfig, layout: RankLayout) -> Trainer:
 
 
 def make_transport(config: RunConfig) -> Transport:
-    """Build the configured transport, in the process of the trainer's first rank.
-
-    Raises:
-        ConfigError: It is not available.
-    """
+    """Build the configured transport, in the process of the trainer's first rank."""
     match config.sync.transport:
         case "object_store":
             return ObjectStore()
@@ -82,5 +81,9 @@ def make_transport(config: RunConfig) -> Transport:
         case "disk":
             run = Path(config.output_dir).expanduser().resolve() / config.run_name
             return Disk(run / "sync", base_model=config.model.path)
-        case name:
-            raise ConfigError(f"sync.transport {name!r} is not available yet; use object_store, ipc or disk")
+        case "nccl":
+            return Nccl(
+                backend="nccl" if resolve_device(config.trainer.device).type == "cuda" else "gloo",
+                buffer_bytes=config.sync.buffer_bytes,
+                timeout=config.sync.timeout_seconds,
+            )

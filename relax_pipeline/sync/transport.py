@@ -24,3 +24,7 @@ class Transport(Protocol):
     def forget(self, version: int) -> None:
         """Drop what was packed of a version that no engine will be sent any more."""
         ...
+
+    def close(self) -> None:
+        """Drop everything."""
+        ...

@@ -19,6 +19,7 @@ from relax_pipeline.errors import EngineError, UnknownVersionError
 from relax_pipeline.lora.adapter import combine_digests, peft_config
 from relax_pipeline.rollout.base import EngineInfo, adapter_name
 from relax_pipeline.rollout.filed import FiledTensors
+from relax_pipeline.rollout.received import ReceivedTensors
 from relax_pipeline.rollout.sglang.checks import check_adapter, check_weights, digests_of
 from relax_pipeline.rollout.sglang.launch import LoraRoom, on_cpu, server_command, server_environment
 from relax_pipeline.rollout.sglang.model_folder import read_model_folder
@@ -256,6 +257,9 @@ def _in_memory(tensors: Mapping[str, torch.Tensor]) -> Iterator[SharedTensors]:
     """Give the tensors as a block the server can map; one made here goes when the server lets go of it."""
     if isinstance(tensors, SharedTensors):
         yield tensors
+        return
+    if isinstance(tensors, ReceivedTensors):
+        yield tensors.fetch()
         return
     block = SharedTensors.write(tensors)
     try:
