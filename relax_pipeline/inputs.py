@@ -26,8 +26,8 @@ def check_backends(config: RunConfig) -> None:
     """
     if isinstance(config.engine, VllmEngineConfig):
         raise ConfigError("engine.kind 'vllm' is not available yet; use hf or sglang")
-    if config.sync.transport == "nccl":
-        raise ConfigError("sync.transport 'nccl' is not available yet; use object_store, ipc or disk")
+    if config.sync.transport == "nccl" and config.cluster.colocate:
+        raise ConfigError("sync.transport 'nccl' passes between GPUs, and cluster.colocate shares them: use ipc")
 
 
 def check_model_folder(config: RunConfig) -> None:
