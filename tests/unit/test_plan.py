@@ -186,8 +186,8 @@ def test_validation_warnings_are_listed(values: dict[str, Any]) -> None:
     [
         ({"engine": {"kind": "vllm"}}, "engine.kind 'vllm' is not available yet; use hf or sglang"),
         (
-            {"sync": {"mode": "adapter", "transport": "nccl"}},
-            "sync.transport 'nccl' is not available yet; use object_store",
+            {"sync": {"mode": "adapter", "transport": "nccl"}, "cluster": {"colocate": True}},
+            "sync.transport 'nccl' passes between GPUs, and cluster.colocate shares them: use ipc",
         ),
         ({"lora": {"target_modules": ["out_proj"]}}, "'out_proj' (out_proj) matches no linear module"),
         ({"rewards": {"scorers": [{"kind": "exakt"}]}}, "unknown scorer 'exakt'; did you mean exact?"),
