@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,10 @@ from relax_pipeline.config import HfEngineConfig, ModelConfig
 from relax_pipeline.errors import EngineError, UnknownVersionError
 from relax_pipeline.rollout.hf import HfEngine
 from relax_pipeline.rollout.sglang.engine import SglangEngine
+from relax_pipeline.sync.disk import Disk
+from relax_pipeline.sync.ipc import Ipc
+from relax_pipeline.sync.nccl import Nccl
+from relax_pipeline.sync.transport import Transport
 from relax_pipeline.types import Completion, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
@@ -181,6 +186,25 @@ def test_adapter_may_be_changed_once_it_is_staged(adapter_engine: SglangEngine, 
     completions = adapter_engine.generate(batch, version=version)
     assert_drawn_from(folded(tiny_model, full_adapter(version)), batch, completions)
     adapter_engine.retire(version)
+
+
+@pytest.mark.parametrize("kind", ["ipc", "disk", "nccl"])
+def test_packed_adapters_are_served(adapter_engine: SglangEngine, tiny_model: Path, tmp_path: Path, kind: str) -> None:
+    transports: dict[str, Transport] = {
+        "ipc": Ipc(),
+        "disk": Disk(tmp_path / "sync", base_model=str(tiny_model)),
+        "nccl": Nccl(backend="gloo", buffer_bytes=1000, timeout=20),
+    }
+    version = next(_versions)
+    packed = pickle.loads(pickle.dumps(transports[kind].adapter(full_adapter(version))))
+    adapter_engine.stage(packed)
+    assert adapter_engine.activate(version).digest == full_adapter(version).info.digest
+    batch = requests(2)
+    completions = adapter_engine.generate(batch, version=version)
+    assert_drawn_from(folded(tiny_model, full_adapter(version)), batch, completions)
+    adapter_engine.retire(version)
+    for transport in transports.values():
+        transport.close()
 
 
 def test_acknowledgement_says_what_was_handed_over(adapter_engine: SglangEngine) -> None:

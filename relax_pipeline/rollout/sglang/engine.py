@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,13 @@ from relax_pipeline.errors import EngineError, UnknownVersionError
 from relax_pipeline.lora.adapter import combine_digests, peft_config
 from relax_pipeline.rollout.base import EngineInfo, adapter_name
 from relax_pipeline.rollout.filed import FiledTensors
-from relax_pipeline.rollout.received import ReceivedTensors
 from relax_pipeline.rollout.sglang.checks import check_adapter, check_weights, digests_of
+from relax_pipeline.rollout.sglang.gate import Gate
 from relax_pipeline.rollout.sglang.launch import LoraRoom, on_cpu, server_command, server_environment
 from relax_pipeline.rollout.sglang.model_folder import read_model_folder
 from relax_pipeline.rollout.sglang.requests import completion, generate_body, logprobs_body, sequence_logprobs
 from relax_pipeline.rollout.sglang.server import Server
-from relax_pipeline.rollout.sglang.wire import FORMAT, bucket
-from relax_pipeline.rollout.shared import SharedTensors
+from relax_pipeline.rollout.sglang.wire import FORMAT, bucket, in_host_memory
 from relax_pipeline.types import Ack, Adapter, Completion, GenerateRequest
 
 
@@ -75,9 +72,7 @@ class SglangEngine:
         self._active: dict[int, Ack] = {}
         self._weights_version: int | None = None
         self._received: dict[str, str] = {}
-        self._gate = threading.Lock()
-        self._in_flight = 0
-        self._asleep = False
+        self._gate = Gate(f"engine {engine_id}")
         with ThreadPoolExecutor(1) as thread:
             digest = thread.submit(self._folder.digest, self._dtype)
             self._server = Server(
@@ -101,7 +96,7 @@ class SglangEngine:
     @property
     def busy(self) -> bool:
         """Whether requests are running."""
-        return self._in_flight > 0
+        return self._gate.busy
 
     def info(self) -> EngineInfo:
         """See `Engine.info`."""
@@ -119,7 +114,7 @@ class SglangEngine:
             folder = str(adapter.tensors.path.parent)
             self._control("/load_lora_adapter", lora_name=adapter_name(version), lora_path=folder)
         else:
-            with _in_memory(adapter.tensors) as block:
+            with in_host_memory(adapter.tensors) as block:
                 self._control(
                     "/load_lora_adapter_from_tensors",
                     lora_name=adapter_name(version),
@@ -133,7 +128,7 @@ class SglangEngine:
         """See `Engine.load_weights`."""
         check_weights(tensors, version=version, shapes=self._folder.shapes, dtype=self._dtype)
         digests = digests_of(tensors, version=version)
-        with self._idle("replace its weights"), _in_memory(tensors) as block:
+        with self._gate.shut("replace its weights"), in_host_memory(tensors) as block:
             if version != self._weights_version:
                 self._received.clear()
             self._weights_version = version
@@ -175,8 +170,8 @@ class SglangEngine:
 
     def generate(self, requests: Sequence[GenerateRequest], *, version: int) -> list[Completion]:
         """See `Engine.generate`."""
-        with self._serving(version) as adapter:
-            body = generate_body(requests, adapter=adapter, seeded=self._config.deterministic)
+        with self._gate.request():
+            body = generate_body(requests, adapter=self._adapter(version), seeded=self._config.deterministic)
             answers = self._server.post("/generate", body, timeout=self._generate_timeout)
         return [
             completion(answer, policy_version=version, engine_id=self._id, incarnation=self._incarnation)
@@ -185,8 +180,8 @@ class SglangEngine:
 
     def logprobs(self, sequences: Sequence[Sequence[int]], *, version: int | None) -> list[NDArray[np.float32]]:
         """See `Engine.logprobs`."""
-        with self._serving(version) as adapter:
-            body = logprobs_body(sequences, adapter=adapter)
+        with self._gate.request():
+            body = logprobs_body(sequences, adapter=self._adapter(version))
             answers = self._server.post("/generate", body, timeout=self._control_timeout)
         return [sequence_logprobs(answer) for answer in answers]
 
@@ -198,15 +193,15 @@ class SglangEngine:
         """
         if not self._config.offload:
             raise EngineError(f"engine {self._id} cannot sleep: set engine.offload to true")
-        with self._idle("sleep"):
+        with self._gate.shut("sleep"):
             self._control("/release_memory_occupation", tags=["kv_cache", "weights"] if weights else ["kv_cache"])
-            self._asleep = True
+            self._gate.asleep = True
 
     def wake(self) -> None:
         """Take the memory back; weights come from a copy on the host."""
-        if self._asleep:
+        if self._gate.asleep:
             self._control("/resume_memory_occupation")
-            self._asleep = False
+            self._gate.asleep = False
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -228,41 +223,3 @@ class SglangEngine:
         if version is None or version not in self._active:
             raise UnknownVersionError(f"engine {self._id} holds policy versions {sorted(self._active)}, not {version}")
         return None if version == self._weights_version else adapter_name(version)
-
-    @contextmanager
-    def _serving(self, version: int | None) -> Iterator[str | None]:
-        """Count a request, and keep its version in place while it runs; yield the adapter it needs."""
-        with self._gate:
-            if self._asleep:
-                raise EngineError(f"engine {self._id} is asleep; wake it first")
-            adapter = self._adapter(version)
-            self._in_flight += 1
-        try:
-            yield adapter
-        finally:
-            with self._gate:
-                self._in_flight -= 1
-
-    @contextmanager
-    def _idle(self, purpose: str) -> Iterator[None]:
-        """Keep new requests out of this block; refuse to enter it while any runs."""
-        with self._gate:
-            if self._in_flight:
-                raise EngineError(f"engine {self._id} cannot {purpose} while {self._in_flight} requests run")
-            yield
-
-
-@contextmanager
-def _in_memory(tensors: Mapping[str, torch.Tensor]) -> Iterator[SharedTensors]:
-    """Give the tensors as a block the server can map; one made here goes when the server lets go of it."""
-    if isinstance(tensors, SharedTensors):
-        yield tensors
-        return
-    if isinstance(tensors, ReceivedTensors):
-        yield tensors.fetch()
-        return
-    block = SharedTensors.write(tensors)
-    try:
-        yield block
-    finally:
-        block.release()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from relax_pipeline.rollout.received import ReceivedTensors
 from relax_pipeline.rollout.shared import SharedTensors
 
 FORMAT = "flattened_bucket"
@@ -40,3 +43,18 @@ def bucket(tensors: SharedTensors) -> str:
     ]
     content = {"flattened_tensor": _Mapped(tensors), "metadata": metadata}
     return base64.b64encode(pickle.dumps(content, protocol=5)).decode()
+
+
+@contextmanager
+def in_host_memory(tensors: Mapping[str, torch.Tensor]) -> Iterator[SharedTensors]:
+    """Give the tensors as a block that the server can map; one made here goes when the server lets go of it."""
+    if isinstance(tensors, SharedTensors):
+        yield tensors
+    elif isinstance(tensors, ReceivedTensors):
+        yield tensors.fetch()
+    else:
+        block = SharedTensors.write(tensors)
+        try:
+            yield block
+        finally:
+            block.release()
