@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from relax_pipeline.config import ModelConfig
-from relax_pipeline.errors import ModelError
+from relax_pipeline.config import LoraConfig, ModelConfig
+from relax_pipeline.errors import ConfigError, ModelError
 from relax_pipeline.lora.names import lora_key
 from relax_pipeline.types import AdapterSpec
 
@@ -68,6 +68,47 @@ def load_model(config: ModelConfig, *, device: torch.device, dtype: torch.dtype 
 def linear_leaf_names(model: nn.Module) -> tuple[str, ...]:
     """Return the sorted leaf names of all linear layers: what can carry an adapter."""
     return tuple(sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)}))
+
+
+def adaptable_shapes(model: nn.Module, *, experts: bool) -> dict[str, tuple[int, int]]:
+    """Return what can carry an adapter: full module name to (in_features, out_features), in model order.
+
+    Args:
+        model: Weights may be on the meta device.
+        experts: Also each expert of those that transformers packs into one parameter a layer.
+    """
+    shapes: dict[str, tuple[int, int]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            shapes[name] = module.in_features, module.out_features
+        elif experts and (packed := _packed_experts(name, module)):
+            shapes |= packed
+    return shapes
+
+
+def refuse_packed_experts(model: nn.Module, lora: LoraConfig) -> None:
+    """Stop where adapters would silently leave out the experts, the bulk of a mixture's weights.
+
+    Raises:
+        ConfigError: The targets mean them, and they are packed.
+    """
+    expert_targets = [target for target in ("linear_fc1", "linear_fc2") if target in lora.target_modules]
+    if lora.enabled and expert_targets and any(_packed_experts(*named) for named in model.named_modules()):
+        raise ConfigError(
+            f"lora.target_modules: {' and '.join(expert_targets)} mean this model's experts, to which trainer.kind "
+            "fsdp gives no adapters: set trainer.kind to megatron, or remove them"
+        )
+
+
+def _packed_experts(name: str, module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the experts of a layer, one by one; gate and up lie one below the other in a parameter [E, 2 I, H]."""
+    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    if not isinstance(gate_up, nn.Parameter) or not isinstance(down, nn.Parameter):
+        return {}
+    count, hidden, intermediate = down.shape
+    wide, narrow = (hidden, intermediate), (intermediate, hidden)
+    leaves = {"gate_proj": wide, "up_proj": wide, "down_proj": narrow}
+    return {f"{name}.{expert}.{leaf}": shape for expert in range(count) for leaf, shape in leaves.items()}
 
 
 def inject_adapter(model: nn.Module, *, name: str, spec: AdapterSpec, modules: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import ConfigError, ModelError
 from relax_pipeline.inputs import check_model_folder
 from relax_pipeline.lora.scope import resolve_targets
-from relax_pipeline.models import base_state
+from relax_pipeline.models import adaptable_shapes, base_state, refuse_packed_experts
 
 _FLOAT32_BYTES = 4
 
@@ -46,9 +46,11 @@ def measure_model(config: RunConfig) -> ModelSizes:
     model = _empty_model(config)
     _check_lengths(config, getattr(model.config, "max_position_embeddings", None))
     state = base_state(model)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    adapted = [linears[name] for name in resolve_targets(linears, config.lora)] if config.lora.enabled else []
-    adapter = sum(config.lora.rank * (linear.in_features + linear.out_features) for linear in adapted)
+    shapes = adaptable_shapes(model, experts=config.trainer.kind == "megatron")
+    adapted = [shapes[name] for name in resolve_targets(shapes, config.lora)] if config.lora.enabled else []
+    if config.trainer.kind == "fsdp":
+        refuse_packed_experts(model, config.lora)
+    adapter = sum(config.lora.rank * (in_features + out_features) for in_features, out_features in adapted)
     base = sum(parameter.numel() for parameter in model.parameters())
     itemsize: int = getattr(torch, config.model.dtype).itemsize
     copies = 4 if config.lora.enabled else 3  # the trained values, two moments, and the folder for peft

@@ -14,7 +14,15 @@ from relax_pipeline.lora.adapter import make_adapter, tensor_digest, tensors_dig
 from relax_pipeline.lora.fold import fold
 from relax_pipeline.lora.names import lora_key
 from relax_pipeline.lora.scope import resolve_targets
-from relax_pipeline.models import adapter_linears, adapter_parameters, base_state, inject_adapter, load_model
+from relax_pipeline.models import (
+    adaptable_shapes,
+    adapter_linears,
+    adapter_parameters,
+    base_state,
+    inject_adapter,
+    load_model,
+    refuse_packed_experts,
+)
 from relax_pipeline.seeds import derive_seed
 from relax_pipeline.trainer.base import Bucket
 from relax_pipeline.types import Adapter, AdapterSpec
@@ -49,8 +57,8 @@ class Policy:
         self.spec: AdapterSpec | None = None
         self.modules: tuple[str, ...] = ()
         if lora.enabled:
-            linears = [name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
-            self.modules = resolve_targets(linears, lora)
+            refuse_packed_experts(self.model, lora)
+            self.modules = resolve_targets(adaptable_shapes(self.model, experts=False), lora)
             leaves = tuple(sorted({name.rpartition(".")[2] for name in self.modules}))
             self.spec = AdapterSpec(lora.rank, lora.alpha, leaves, lora.dropout)
             torch.manual_seed(derive_seed(config.seed, "adapter"))

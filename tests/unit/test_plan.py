@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
 from relax_pipeline.checkpoint.manifest import Manifest
 from relax_pipeline.checkpoint.store import CheckpointStore
@@ -14,6 +15,7 @@ from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import ConfigError
 from relax_pipeline.inputs import run_folder, run_identity
 from relax_pipeline.plan import kept_checkpoints, make_plan, plan_rows
+from relax_pipeline.sizes import measure_model
 from relax_pipeline.trainer.fsdp import FsdpTrainer
 
 # The tiny model, by hand. Per layer: q 32>64, k 32>32, v 32>32, o 64>32, gate 32>48, up 32>48, down 48>32.
@@ -235,6 +237,41 @@ def test_adapter_mode_does_not_adapt_all_of_a_multimodal_model(values: dict[str,
 )
 def test_multimodal_model_has_two_ways_out(values: dict[str, Any], seeing_model: str, changes: dict[str, Any]) -> None:
     assert make_plan(config(values, model={"path": seeing_model}, **changes)).refusals == ()
+
+
+def mixture(folder: Path) -> Path:
+    """A mixture of 4 experts, 12 wide, on 32 features, in two layers."""
+    shape = Qwen3MoeConfig(
+        vocab_size=80, hidden_size=32, num_hidden_layers=2, num_experts=4, moe_intermediate_size=12,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    shape.architectures = ["Qwen3MoeForCausalLM"]
+    shape.save_pretrained(folder)
+    return folder
+
+
+def test_every_expert_is_counted(values: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
+    folder = mixture(shutil.copytree(tiny_model, tmp_path / "mixture"))
+    run = config(
+        values,
+        model={"path": str(folder)},
+        lora={"rank": 6, "alpha": 12, "target_modules": ["linear_fc1", "linear_fc2"]},
+        trainer={"kind": "megatron"},
+    )
+    sizes = measure_model(run)
+    assert sizes.adapted_modules == 2 * 4 * 3
+    assert sizes.adapter_parameters == 2 * 4 * 3 * 6 * (32 + 12)
+
+
+def test_experts_without_adapters_are_refused(values: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
+    folder = mixture(shutil.copytree(tiny_model, tmp_path / "mixture"))
+    run = config(
+        values,
+        model={"path": str(folder)},
+        lora={"rank": 6, "alpha": 12, "target_modules": ["linear_qkv", "linear_fc1"]},
+    )
+    with pytest.raises(ConfigError, match=r"linear_fc1 mean this model's experts, .* set trainer\.kind to megatron"):
+        measure_model(run)
 
 
 def test_raise_if_refused_lists_all_refusals(values: dict[str, Any]) -> None:
