@@ -46,10 +46,10 @@ def measure_model(config: RunConfig) -> ModelSizes:
     model = _empty_model(config)
     _check_lengths(config, getattr(model.config, "max_position_embeddings", None))
     state = base_state(model)
-    shapes = adaptable_shapes(model, experts=config.trainer.kind == "megatron")
-    adapted = [shapes[name] for name in resolve_targets(shapes, config.lora)] if config.lora.enabled else []
     if config.trainer.kind == "fsdp":
         refuse_packed_experts(model, config.lora)
+    shapes = adaptable_shapes(model, experts=config.trainer.kind == "megatron")
+    adapted = [shapes[name] for name in resolve_targets(shapes, config.lora)] if config.lora.enabled else []
     adapter = sum(config.lora.rank * (in_features + out_features) for in_features, out_features in adapted)
     base = sum(parameter.numel() for parameter in model.parameters())
     itemsize: int = getattr(torch, config.model.dtype).itemsize
