@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -17,10 +18,11 @@ from relax_pipeline.config import RunConfig
 from relax_pipeline.data.dataset import PromptDataset
 from relax_pipeline.data.prompts import load_rows
 from relax_pipeline.errors import ConfigError, RelaxError
-from relax_pipeline.inputs import check_backends, load_tokenizer, run_folder, run_identity
+from relax_pipeline.inputs import check_backends, check_model_folder, load_tokenizer, run_folder, run_identity
 from relax_pipeline.metrics.text import bytes_text
 from relax_pipeline.rewards.build import build_scorer
 from relax_pipeline.sizes import ModelSizes, measure_model
+from relax_pipeline.trainer.megatron_limits import check_model
 
 T = TypeVar("T")
 _SHOWN_CHARACTERS = 200
@@ -89,6 +91,7 @@ def make_plan(config: RunConfig) -> Plan:
 
     attempt(check_backends, config)
     attempt(build_scorer, config.rewards)
+    attempt(_check_trainer, config)
     sizes = attempt(measure_model, config)
     prompts = attempt(_read_prompts, config)
     checkpoint = attempt(_find_checkpoint, config, prompts, notes)
@@ -120,6 +123,12 @@ def _config_warnings(config: RunConfig) -> list[str]:
         warnings.simplefilter("always")
         RunConfig.model_validate(config.model_dump())
     return [str(warning.message) for warning in caught]
+
+
+def _check_trainer(config: RunConfig) -> None:
+    """Refuse a model or a layout that the trainer cannot do."""
+    check_model_folder(config)
+    check_model(config, json.loads((Path(config.model.path) / "config.json").read_text()))
 
 
 def _read_prompts(config: RunConfig) -> PromptFacts:

@@ -194,6 +194,10 @@ def test_validation_warnings_are_listed(values: dict[str, Any]) -> None:
         ({"lora": {"target_modules": ["out_proj"]}}, "'out_proj' (out_proj) matches no linear module"),
         ({"rewards": {"scorers": [{"kind": "exakt"}]}}, "unknown scorer 'exakt'; did you mean exact?"),
         ({"data": {"train": {"path": "/nowhere.jsonl"}}}, "no prompts at /nowhere.jsonl"),
+        (
+            {"trainer": {"kind": "megatron", "tensor_parallel_size": 8}},
+            "trainer.tensor_parallel_size 8 does not divide the model's num_attention_heads 4: choose another",
+        ),
         ({"model": {"path": "/nowhere"}}, "model.path: /nowhere is no Hugging Face checkpoint"),
         (
             {"steps": 10**9, "checkpoint": {"every": 1, "keep_last": 10**9}},
