@@ -25,7 +25,6 @@ from relax_pipeline.sizes import ModelSizes, measure_model
 from relax_pipeline.trainer.megatron_limits import check_model
 
 T = TypeVar("T")
-_SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +105,6 @@ def kept_checkpoints(config: RunConfig) -> int:
     return min(math.ceil(config.steps / policy.every), policy.keep_last + 1 + extra)
 
 
-def plan_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Return (name, value) pairs to show."""
-    rows = [("run folder", str(plan.run_folder)), *_progress_rows(plan)]
-    if plan.prompts:
-        rows += _prompt_rows(plan.prompts)
-    if plan.sizes:
-        rows += _size_rows(plan.sizes, plan.config)
-    rows += [("warning", text) for text in plan.warnings]
-    return rows + [("refused", text) for text in plan.refusals]
-
-
 def _config_warnings(config: RunConfig) -> list[str]:
     """Return what validation warns about, once more: whoever loaded the configuration may not have seen it."""
     with warnings.catch_warnings(record=True) as caught:
@@ -170,39 +158,3 @@ def _check_output(config: RunConfig, sizes: ModelSizes | None) -> None:
             f"output_dir: {count:,} checkpoints of {bytes_text(sizes.checkpoint_bytes)} need {bytes_text(needed)} more "
             f"and {existing} has {bytes_text(free)}; free space, lower checkpoint.keep_last, or set another output_dir"
         )
-
-
-def _progress_rows(plan: Plan) -> list[tuple[str, str]]:
-    config, ref = plan.config, plan.resumes_from
-    return [
-        ("starts from", f"checkpoint of step {ref.step}" if ref else "the base"),
-        ("steps to go", f"{plan.steps_to_go:,} of {config.steps:,}"),
-        ("trainer, engines", f"{config.trainer.kind}, {config.engine.replicas} x {config.engine.kind}"),
-        ("sampled a step", f"up to {plan.tokens_per_step:,} tokens"),
-    ]
-
-
-def _prompt_rows(prompts: PromptFacts) -> list[tuple[str, str]]:
-    text = prompts.first_prompt
-    shown = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
-    return [
-        ("prompts", f"{prompts.train_rows:,} to train, {prompts.eval_rows:,} held out"),
-        ("first prompt", f"{shown!r} ({prompts.first_prompt_tokens:,} tokens)"),
-    ]
-
-
-def _size_rows(sizes: ModelSizes, config: RunConfig) -> list[tuple[str, str]]:
-    rows = [("base", f"{sizes.base_parameters:,} parameters")]
-    if config.lora.enabled:
-        share = sizes.adapter_parameters / sizes.base_parameters
-        saving = sizes.merged_bytes / sizes.adapter_bytes
-        rows += [
-            ("adapter", f"{sizes.adapter_parameters:,} parameters ({share:.2%}) on {sizes.adapted_modules:,} modules"),
-            ("sync, adapter mode", f"{bytes_text(sizes.adapter_bytes)} ({saving:,.1f} times less than merge)"),
-        ]
-    rows += [
-        ("sync, merge mode", bytes_text(sizes.merged_bytes)),
-        ("sync of this run", f"{config.sync.mode} mode, {'verified' if config.sync.verify else 'NOT verified'}"),
-        ("checkpoint", f"{bytes_text(sizes.checkpoint_bytes)}, at most {kept_checkpoints(config):,} at once"),
-    ]
-    return rows

@@ -80,7 +80,8 @@ def plan(config: Path, *, overrides: Overrides = None) -> None:
         YAML file of the run.
     """
     run = load_config(config, overrides or ())
-    from relax_pipeline.plan import make_plan, plan_rows  # noqa: PLC0415
+    from relax_pipeline.plan import make_plan  # noqa: PLC0415
+    from relax_pipeline.plan_table import plan_rows  # noqa: PLC0415
 
     made = make_plan(run)
     console = Console(soft_wrap=True)

@@ -14,7 +14,8 @@ from relax_pipeline.checkpoint.store import CheckpointStore
 from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import ConfigError
 from relax_pipeline.inputs import run_folder, run_identity
-from relax_pipeline.plan import kept_checkpoints, make_plan, plan_rows
+from relax_pipeline.plan import kept_checkpoints, make_plan
+from relax_pipeline.plan_table import plan_rows
 from relax_pipeline.sizes import measure_model
 from relax_pipeline.trainer.fsdp import FsdpTrainer
 

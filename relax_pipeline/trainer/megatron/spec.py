@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 
 from relax_pipeline.trainer.megatron.experts import portable_experts
 
@@ -73,6 +74,8 @@ class PortableAttention(nn.Module):
         **__: Any,
     ) -> torch.Tensor:
         """Return [N, H * D]."""
+        if query_NHD.is_cuda and query_NHD.dtype in (torch.float16, torch.bfloat16):
+            return self._all_at_once(query_NHD, key_NHD, value_NHD, packed_seq_params)
         outputs = []
         for start, end in pairwise(packed_seq_params.cu_seqlens_q.tolist()):
             query, key, value = (x[start:end].transpose(0, 1)[None] for x in (query_NHD, key_NHD, value_NHD))
@@ -81,6 +84,24 @@ class PortableAttention(nn.Module):
             )
             outputs.append(output_1HND[0].transpose(0, 1))
         return torch.cat(outputs).flatten(1)
+
+    def _all_at_once(
+        self, query_NHD: torch.Tensor, key_NHD: torch.Tensor, value_NHD: torch.Tensor, packed: PackedSeqParams
+    ) -> torch.Tensor:
+        """Use torch's flash attention over packed sequences, which computes in half precision on a GPU only."""
+        copies = query_NHD.shape[1] // key_NHD.shape[1]
+        output_NHD: torch.Tensor = varlen_attn(  # type: ignore[assignment]
+            query_NHD,
+            key_NHD.repeat_interleave(copies, dim=1),
+            value_NHD.repeat_interleave(copies, dim=1),
+            packed.cu_seqlens_q,
+            packed.cu_seqlens_q,
+            packed.max_seqlen_q,
+            packed.max_seqlen_q,
+            scale=self._scale,
+            window_size=(-1, 0),  # causal
+        )
+        return output_NHD.flatten(1)
 
 
 def portable_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
