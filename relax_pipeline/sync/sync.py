@@ -113,11 +113,11 @@ class WeightSync:
                 self._probe.expect(report.version)
 
     def _bring_up(self, report: SyncReport) -> None:
-        """Send, activate and verify all versions in use on all running engines at once; quarantine those that fail."""
-        with ThreadPoolExecutor(len(self._pool.slots)) as threads:
-            parts = list(threads.map(self._bring_up_engine, self._pool.running()))
-        for part in parts:
-            report.include(part)
+        """Bring all running engines to the versions in use; replace them once if none of them can be."""
+        self._bring_up_running(report)
+        if not self._pool.ready():  # they died unnoticed since they were last asked for something
+            self._pool.replace_lost()
+            self._bring_up_running(report)
         report.engines = [slot.info.engine_id for slot in self._pool.ready()]
         report.quarantined = {str(s.index): s.failure for s in self._pool.slots if s.failure is not None}
         if not report.engines:
@@ -125,6 +125,12 @@ class WeightSync:
                 f"engine {s.index} ({s.restarts_left} restarts left): {s.failure}" for s in self._pool.slots
             )
             raise SyncError(f"no engine holds policy version {report.version}: {reasons}")
+
+    def _bring_up_running(self, report: SyncReport) -> None:
+        """Send, activate and verify all versions in use on all running engines at once; quarantine those that fail."""
+        with ThreadPoolExecutor(len(self._pool.slots)) as threads:
+            for part in threads.map(self._bring_up_engine, self._pool.running()):
+                report.include(part)
 
     def _bring_up_engine(self, slot: Slot) -> SyncReport:
         report = SyncReport(self._pool.serving_version, self._config.mode)

@@ -242,6 +242,25 @@ def test_engine_serves_nothing_before_it_is_synced(world: Callable[..., World]) 
     assert {completion.engine_id for completion in pair.generate()} == {"engine-1"}
 
 
+def test_engines_found_dead_by_the_sync_are_replaced_within_it(world: Callable[..., World]) -> None:
+    class Mortal(HfEngine):
+        dead = False
+
+        def activate(self, version: int) -> Ack:
+            if self.dead:
+                raise EngineError("connection refused")
+            return super().activate(version)
+
+    pair = world(Mortal, Mortal)
+    pair.sync.sync()
+    for index in (0, 1):
+        pair.engine(index).dead = True
+    train(pair.trainer, updates=1)
+    report = pair.sync.sync()
+    assert (report.version, report.engines, report.quarantined) == (1, ["engine-0", "engine-1"], {})
+    assert [slot.restarts_left for slot in pair.pool.slots] == [1, 1]
+
+
 def test_no_engine_left_lists_why(world: Callable[..., World]) -> None:
     message = r"^no engine holds policy version 0: engine 0 \(0 restarts left\): burnt 0; engine 1 \(0 .*\): burnt 1$"
     pair = world(restarts=0)
