@@ -31,6 +31,11 @@ class EngineSection(Section):
         """Batches an engine is given side by side."""
         return 1
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine frees memory while the trainer trains."""
+        return False
+
 
 class HfEngineConfig(EngineSection):
     """transformers, in a Ray actor. The embedded default and the reference the other engines are tested against."""
@@ -59,8 +64,9 @@ class SglangEngineConfig(EngineSection):
     deterministic: bool = False
     """Honour each request's seed, with kernels whose results do not depend on the batch: slower. Else a completion
     lost with its engine is drawn anew, and two runs of one configuration differ."""
-    offload: bool = False
-    """Let `sleep` free the GPU's memory; needs the package torch_memory_saver."""
+    offload: Literal["none", "kv_cache", "all"] = "none"
+    """What the engine frees of its GPU's memory while the trainer trains; all: the weights too, which wait in the
+    host's memory. Needs rollout.staleness 0 and, on a GPU, the package torch_memory_saver."""
     extra_args: tuple[str, ...] = ()
     """Further arguments of sglang.launch_server, as on its command line; they come last and win."""
 
@@ -73,6 +79,11 @@ class SglangEngineConfig(EngineSection):
     def streams(self) -> int:
         """Batches an engine is given side by side: enough to keep it full."""
         return max(1, self.max_running_requests // self.batch_size)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine frees memory while the trainer trains."""
+        return self.offload != "none"
 
 
 class VllmEngineConfig(EngineSection):

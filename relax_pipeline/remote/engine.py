@@ -91,6 +91,14 @@ class RemoteEngine:
         logprobs: list[NDArray[np.float32]] = self._control("logprobs", sequences, version=version)
         return logprobs
 
+    def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        self._control("sleep")
+
+    def wake(self) -> None:
+        """See `Engine.wake`."""
+        self._control("wake")
+
     def close(self) -> None:
         """End the engine's process."""
         self._host.kill()

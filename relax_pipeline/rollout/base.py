@@ -81,6 +81,14 @@ class Engine(Protocol):
         """Return [len - 1] logprobs at temperature 1 of each token after the first; version None is the bare base."""
         ...
 
+    def sleep(self) -> None:
+        """Free what the engine's settings let go, until `wake`; no request may run or come meanwhile."""
+        ...
+
+    def wake(self) -> None:
+        """Take it back, and serve what was served before."""
+        ...
+
     def close(self) -> None:
         """Free memory and stop."""
         ...

@@ -125,6 +125,12 @@ class HfEngine:
                 results.append(logprobs_SV.gather(-1, ids_1S[0, 1:, None])[:, 0].cpu().numpy())
         return results
 
+    def sleep(self) -> None:
+        """See `Engine.sleep`; nothing is let go."""
+
+    def wake(self) -> None:
+        """See `Engine.wake`."""
+
     def close(self) -> None:
         """See `Engine.close`."""
         del self._model

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import Literal
 
 from relax_pipeline.errors import EngineError
 from relax_pipeline.rollout.base import Engine, EngineInfo
@@ -130,10 +131,28 @@ class EnginePool:
                 self._closed_gate = False
                 self._gate.notify_all()
 
+    @contextmanager
+    def asleep(self) -> Iterator[None]:
+        """Let the engines free their GPUs' memory, as far as they are set to, inside this block."""
+        with self.drained():
+            self._each("sleep")
+            try:
+                yield
+            finally:
+                self._each("wake")
+
     def close(self) -> None:
         """Stop all engines."""
         for slot in self.slots:
             slot.engine.close()
+
+    def _each(self, method: Literal["sleep", "wake"]) -> None:
+        """Call all engines that serve; one that fails is taken out of service."""
+        for slot in self.ready():
+            try:
+                getattr(slot.engine, method)()
+            except EngineError as error:
+                self.quarantine(slot, str(error))
 
     def _serve(
         self,

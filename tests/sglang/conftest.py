@@ -26,7 +26,9 @@ def adapter_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="session")
 def merge_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangEngine]:
     """A server for whole models."""
-    config = sglang_config(tiny_model, tmp_path_factory.mktemp("runs"), sync={"mode": "merge"})
+    config = sglang_config(
+        tiny_model, tmp_path_factory.mktemp("runs"), sync={"mode": "merge"}, engine={"offload": "all"}
+    )
     engine = make_sglang_engine(config, engine_id="engine-0")
     yield engine
     engine.close()

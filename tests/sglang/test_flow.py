@@ -69,7 +69,7 @@ def test_adapter_run_survives_the_death_of_its_server(tiny_model: Path, tmp_path
 
 
 def test_merged_run(tiny_model: Path, tmp_path: Path) -> None:
-    config = digits_run(tiny_model, tmp_path, sync={"mode": "merge"})
+    config = digits_run(tiny_model, tmp_path, sync={"mode": "merge"}, engine={"offload": "kv_cache"})
     with open_session(config) as session:
         session.restore()
         session.sync()

@@ -88,6 +88,8 @@ def test_weights_are_not_replaced_under_a_running_request(merge_engine: SglangEn
         assert thread.is_alive()
     with pytest.raises(EngineError, match="engine-0 cannot replace its weights while 1 requests run"):
         merge_engine.load_weights(weights, version=9)
+    with pytest.raises(EngineError, match="engine-0 cannot sleep while 1 requests run"):
+        merge_engine.sleep()  # SGLang would end
     thread.join()
     assert_drawn_from(folded(tiny_model, full_adapter(8)), long, running)
     assert len(merge_engine.generate(requests(1), version=8)) == 1
@@ -97,3 +99,13 @@ def test_server_for_whole_models_hosts_no_adapter(merge_engine: SglangEngine) ->
     assert merge_engine.info().leaf_modules == ()
     with pytest.raises(EngineError, match="started for merged weights, it hosts no adapters"):
         merge_engine.stage(full_adapter(1))
+
+
+def test_engine_asleep_takes_no_requests_and_wakes_to_the_same(merge_engine: SglangEngine, tiny_model: Path) -> None:
+    load(merge_engine, whole_model(tiny_model, full_adapter(11)), 11)
+    before = tokens(merge_engine.generate(requests(3), version=11))
+    merge_engine.sleep()
+    with pytest.raises(EngineError, match="engine-0 is asleep"):
+        merge_engine.generate(requests(3), version=11)
+    merge_engine.wake()
+    assert tokens(merge_engine.generate(requests(3), version=11)) == before

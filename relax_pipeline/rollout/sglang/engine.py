@@ -185,20 +185,22 @@ class SglangEngine:
             answers = self._server.post("/generate", body, timeout=self._control_timeout)
         return [sequence_logprobs(answer) for answer in answers]
 
-    def sleep(self, *, weights: bool) -> None:
-        """Free the GPU memory of the key-value cache and, if asked, of the weights, until `wake`.
+    def sleep(self) -> None:
+        """See `Engine.sleep`.
 
         Raises:
-            EngineError: engine.offload is off, or requests are running, which SGLang would not survive.
+            EngineError: Requests are running, which SGLang would not survive.
         """
-        if not self._config.offload:
-            raise EngineError(f"engine {self._id} cannot sleep: set engine.offload to true")
+        if self._config.offload == "none":
+            return
+        tags = ["kv_cache"] if self._config.offload == "kv_cache" else ["kv_cache", "weights"]
         with self._gate.shut("sleep"):
-            self._control("/release_memory_occupation", tags=["kv_cache", "weights"] if weights else ["kv_cache"])
+            self._server.get("/flush_cache", timeout=self._control_timeout)
+            self._control("/release_memory_occupation", tags=tags)
             self._gate.asleep = True
 
     def wake(self) -> None:
-        """Take the memory back; weights come from a copy on the host."""
+        """See `Engine.wake`."""
         if self._gate.asleep:
             self._control("/resume_memory_occupation")
             self._gate.asleep = False

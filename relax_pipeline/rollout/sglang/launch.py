@@ -53,7 +53,7 @@ def server_command(config: SglangEngineConfig, model: ModelConfig, *, lora: Lora
         switches.append("--disable-overlap-schedule")
     if config.deterministic:
         switches.append("--enable-deterministic-inference")
-    if config.offload:
+    if config.offload != "none" and not on_cpu(config):
         switches += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     if model.trust_remote_code:
         switches.append("--trust-remote-code")
