@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from relax_pipeline.config import RolloutConfig
@@ -64,6 +65,10 @@ class Sampler:
             )
             for start, prompt in zip(range(0, len(requests), num_completions), prompts, strict=True)
         ]
+
+    def engines_asleep(self) -> AbstractContextManager[None]:
+        """Return the block in which the engines give their GPUs to the trainer, as far as they are set to."""
+        return self._pool.asleep()
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return the groups with their scores."""
