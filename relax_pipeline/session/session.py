@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -143,7 +144,8 @@ class TrainingSession:
         assert rollout.step == step
         self._unsaved_step = None
         started = time.perf_counter()
-        metrics = learn(self._trainer, rollout, self.config)
+        with self._sampler.engines_asleep() if self.config.engine.sleeps else nullcontext():
+            metrics = learn(self._trainer, rollout, self.config)
         self._position = rollout.next_position
         self._row |= metrics | {"seconds/train": time.perf_counter() - started}
         self._row["policy_version"] = float(self._trainer.policy_version())
