@@ -26,6 +26,11 @@ def check_backends(config: RunConfig) -> None:
     """
     if isinstance(config.engine, VllmEngineConfig):
         raise ConfigError("engine.kind 'vllm' is not available yet; use hf or sglang")
+    if config.engine.sleeps and config.rollout.staleness:
+        raise ConfigError(
+            "engine.offload frees the engine while the trainer trains, and with rollout.staleness "
+            f"{config.rollout.staleness} rollouts run meanwhile: set engine.offload to none, or rollout.staleness to 0"
+        )
     if config.sync.transport == "nccl" and config.cluster.colocate:
         raise ConfigError("sync.transport 'nccl' passes between GPUs, and cluster.colocate shares them: use ipc")
 
