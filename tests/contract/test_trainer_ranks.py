@@ -19,12 +19,13 @@ import torch
 from safetensors.torch import load_file
 from tiny_run import make_samples, run_config, train
 
-from relax_pipeline.config import RunConfig
+from relax_pipeline.config import MegatronTrainerConfig, RunConfig
 from relax_pipeline.errors import TrainerError
 from relax_pipeline.lora.adapter import tensors_digest
 from relax_pipeline.remote.trainer import RemoteTrainer
 from relax_pipeline.trainer.base import RankLayout, Trainer
 from relax_pipeline.trainer.fsdp import FsdpTrainer
+from relax_pipeline.trainer.make import make_trainer
 from relax_pipeline.types import Adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_local")]
@@ -32,11 +33,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_local")]
 
 def start_pair(config: RunConfig, folder: Path) -> RemoteTrainer:
     meeting = f"file://{folder / uuid4().hex}"
-    builds = [partial(FsdpTrainer, config, RankLayout(rank, 2, meeting)) for rank in range(2)]
+    builds = [partial(make_trainer, config, RankLayout(rank, 2, meeting)) for rank in range(2)]
     return RemoteTrainer(builds, num_threads=1, num_gpus=0, timeout=120)
 
 
-@pytest.fixture(scope="module", params=["adapter", "full"])
+MEGATRON = pytest.param("megatron", marks=[pytest.mark.megatron, pytest.mark.filterwarnings("ignore")])
+
+
+@pytest.fixture(scope="module", params=["adapter", "full", MEGATRON])
 def config(request: pytest.FixtureRequest, tiny_model: Path) -> RunConfig:
     """The same optimizer in both; eps keeps entries whose gradient is rounding noise from taking full steps."""
     sections: dict[str, Any] = {
@@ -45,7 +49,13 @@ def config(request: pytest.FixtureRequest, tiny_model: Path) -> RunConfig:
     }
     if request.param == "full":
         sections |= {"lora": {"rank": 0}, "sync": {"mode": "merge"}}
-    return run_config(tiny_model, **sections)
+    made = run_config(tiny_model, **sections)
+    return with_megatron(made, data_parallel_size=2) if request.param == "megatron" else made
+
+
+def with_megatron(config: RunConfig, *, data_parallel_size: int) -> RunConfig:
+    trainer = MegatronTrainerConfig(device="cpu", micro_batch_tokens=30, data_parallel_size=data_parallel_size)
+    return config.model_copy(update={"trainer": trainer})
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +78,12 @@ def pair(started: tuple[RemoteTrainer, Path]) -> RemoteTrainer:
 
 
 @pytest.fixture
-def single(config: RunConfig) -> FsdpTrainer:
-    return FsdpTrainer(config)
+def single(config: RunConfig) -> Iterator[Trainer]:
+    if isinstance(config.trainer, MegatronTrainerConfig):
+        config = with_megatron(config, data_parallel_size=1)
+    trainer = make_trainer(config, RankLayout())
+    yield trainer
+    trainer.close()
 
 
 def assert_same_logprobs(one: Trainer, other: Trainer) -> None:
@@ -86,13 +100,13 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_both_build_the_same_policy(pair: RemoteTrainer, single: FsdpTrainer) -> None:
+def test_both_build_the_same_policy(pair: RemoteTrainer, single: Trainer) -> None:
     assert pair.info() == single.info()
     assert tensors_digest(weights(pair)) == tensors_digest(weights(single))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 9])
-def test_losses_and_gradients_are_the_same(pair: RemoteTrainer, single: FsdpTrainer, count: int) -> None:
+def test_losses_and_gradients_are_the_same(pair: RemoteTrainer, single: Trainer, count: int) -> None:
     # One sample leaves a rank without work; nine make micro-batches of different sizes.
     for ours, theirs in zip(train(pair, updates=2, count=count), train(single, updates=2, count=count), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
@@ -112,7 +126,7 @@ def test_two_ranks_go_on_bit_by_bit(pair: RemoteTrainer, tmp_path: Path) -> None
     assert (train(pair, updates=2, first=2), tensors_digest(weights(pair))) == straight
 
 
-def test_one_rank_goes_on_from_two(pair: RemoteTrainer, single: FsdpTrainer, tmp_path: Path) -> None:
+def test_one_rank_goes_on_from_two(pair: RemoteTrainer, single: Trainer, tmp_path: Path) -> None:
     train(pair, updates=2)
     pair.save(tmp_path)
     single.load(tmp_path)
@@ -121,7 +135,7 @@ def test_one_rank_goes_on_from_two(pair: RemoteTrainer, single: FsdpTrainer, tmp
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
-def test_two_ranks_go_on_from_one(pair: RemoteTrainer, single: FsdpTrainer, tmp_path: Path) -> None:
+def test_two_ranks_go_on_from_one(pair: RemoteTrainer, single: Trainer, tmp_path: Path) -> None:
     train(single, updates=2)
     single.save(tmp_path)
     pair.load(tmp_path)
