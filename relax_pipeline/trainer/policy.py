@@ -13,6 +13,7 @@ from relax_pipeline.config import RunConfig
 from relax_pipeline.lora.adapter import make_adapter, tensor_digest, tensors_digest
 from relax_pipeline.lora.fold import fold
 from relax_pipeline.lora.names import lora_key
+from relax_pipeline.lora.norms import delta_norms
 from relax_pipeline.lora.scope import resolve_targets
 from relax_pipeline.models import (
     adaptable_shapes,
@@ -122,19 +123,9 @@ class Policy:
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         return Bucket(digests, num_bytes, num_unmoved, num_folded, tensors)
 
-    @torch.no_grad()
     def adapter_norms(self) -> dict[str, float]:
         """Return the Frobenius norm of the delta per leaf name; all ranks together."""
-        squares: dict[str, float] = {}
-        parameters = self.full_parameters()
-        for module in self.modules:
-            lora_A_RI, lora_B_OR = parameters[lora_key(module, "A")], parameters[lora_key(module, "B")]
-            # |B A|^2 = sum(B'B * A A'): rank by rank, never the whole delta.
-            square = ((lora_B_OR.T @ lora_B_OR) * (lora_A_RI @ lora_A_RI.T)).sum()
-            kind = module.rpartition(".")[2]
-            squares[kind] = squares.get(kind, 0.0) + float(square)
-        scaling = self.spec.scaling if self.spec else 1.0
-        return {kind: scaling * max(square, 0.0) ** 0.5 for kind, square in squares.items()}
+        return delta_norms(self.full_parameters(), self.spec.scaling) if self.spec else {}
 
     def _folded(self, name: str, weight_OI: torch.Tensor, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Return the weight with its delta, or None where it has none."""
