@@ -37,7 +37,11 @@ class RankGroup:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
-        self._answers()  # the trainers are built
+        try:
+            self._answers()  # the trainers are built
+        except BaseException:
+            self.end()
+            raise
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of all ranks and return their answers, in rank order."""
