@@ -6,6 +6,7 @@ from uuid import UUID
 
 from prefect import flow
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.responses import SetStateStatus
 from prefect.logging import get_run_logger
 from prefect.states import AwaitingRetry
 
@@ -33,6 +34,8 @@ def recover(flow_run_id: UUID, *, max_crashes: int = 5) -> bool:
         if crashes > max_crashes:
             log.error("%s has crashed %d times and stays down; see its log, then press Retry", run.name, crashes)
             return False
-        log.info("%s has crashed (%d of %d times): scheduled again", run.name, crashes, max_crashes)
-        client.set_flow_run_state(flow_run_id, AwaitingRetry(message=f"crash {crashes} of {max_crashes}"), force=True)
-    return True
+        # Not by force: that leaves the run marked as one whose own process tries again, and workers pass it over.
+        answer = client.set_flow_run_state(flow_run_id, AwaitingRetry(message=f"crash {crashes} of {max_crashes}"))
+    scheduled = answer.status == SetStateStatus.ACCEPT
+    log.info("%s, crash %d of %d: %s", run.name, crashes, max_crashes, "scheduled again" if scheduled else answer)
+    return scheduled

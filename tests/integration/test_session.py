@@ -352,6 +352,21 @@ def test_checkpoint_says_where_the_run_is(start: Callable[..., Run]) -> None:
     assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} <= manifest.files.keys()
 
 
+def test_only_a_finished_step_that_is_not_saved_can_be_saved_when_the_end_comes(start: Callable[..., Run]) -> None:
+    run = start()
+    assert run.session.save_unsaved() is None
+    run.steps(1, 1)
+    ref = run.session.save_unsaved()
+    assert ref is not None
+    assert ref.step == 1
+    assert run.session.save_unsaved() is None
+    run.session.sync()
+    run.session.rollout(2)
+    run.session.score(2)
+    run.session.train(2)  # its row is not written yet
+    assert run.session.save_unsaved() is None
+
+
 def test_old_checkpoints_go(start: Callable[..., Run]) -> None:
     run = start(checkpoint={"keep_last": 2, "keep_every": 3})
     for step in range(1, 7):
