@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
 from uuid import UUID
 
 from prefect import flow
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.responses import SetStateStatus
+from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus
 from prefect.logging import get_run_logger
 from prefect.states import AwaitingRetry
 
@@ -35,7 +36,8 @@ def recover(flow_run_id: UUID, *, max_crashes: int = 5) -> bool:
             log.error("%s has crashed %d times and stays down; see its log, then press Retry", run.name, crashes)
             return False
         # Not by force: that leaves the run marked as one whose own process tries again, and workers pass it over.
-        answer = client.set_flow_run_state(flow_run_id, AwaitingRetry(message=f"crash {crashes} of {max_crashes}"))
+        again = AwaitingRetry(message=f"crash {crashes} of {max_crashes}")
+        answer: OrchestrationResult[Any] = client.set_flow_run_state(flow_run_id, again)
     scheduled = answer.status == SetStateStatus.ACCEPT
     log.info("%s, crash %d of %d: %s", run.name, crashes, max_crashes, "scheduled again" if scheduled else answer)
     return scheduled
