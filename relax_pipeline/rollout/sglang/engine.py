@@ -193,21 +193,23 @@ class SglangEngine:
         """
         if self._config.offload == "none":
             return
-        tags = ["kv_cache"] if self._config.offload == "kv_cache" else ["kv_cache", "weights"]
         with self._gate.shut("sleep"):
             self._server.get("/flush_cache", timeout=self._control_timeout)
-            self._control("/release_memory_occupation", tags=tags)
+            self._control("/release_memory_occupation", tags=self._freed_tags())
             self._gate.asleep = True
 
     def wake(self) -> None:
         """See `Engine.wake`."""
         if self._gate.asleep:
-            self._control("/resume_memory_occupation")
+            self._control("/resume_memory_occupation", tags=self._freed_tags())  # others would end the server
             self._gate.asleep = False
 
     def close(self) -> None:
         """See `Engine.close`."""
         self._server.stop()
+
+    def _freed_tags(self) -> list[str]:
+        return ["kv_cache"] if self._config.offload == "kv_cache" else ["kv_cache", "weights"]
 
     def _control(self, path: str, **body: Any) -> None:
         answer = self._server.post(path, body, timeout=self._control_timeout)
