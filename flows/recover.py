@@ -9,7 +9,7 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus
 from prefect.logging import get_run_logger
-from prefect.states import AwaitingRetry
+from prefect.states import AwaitingRetry, State
 
 
 @flow(name="relax-recover", flow_run_name="recover-{flow_run_id}", persist_result=False)
@@ -36,7 +36,7 @@ def recover(flow_run_id: UUID, *, max_crashes: int = 5) -> bool:
             log.error("%s has crashed %d times and stays down; see its log, then press Retry", run.name, crashes)
             return False
         # Not by force: that leaves the run marked as one whose own process tries again, and workers pass it over.
-        again = AwaitingRetry(message=f"crash {crashes} of {max_crashes}")
+        again: State[None] = AwaitingRetry(message=f"crash {crashes} of {max_crashes}")
         answer: OrchestrationResult[Any] = client.set_flow_run_state(flow_run_id, again)
     scheduled = answer.status == SetStateStatus.ACCEPT
     log.info("%s, crash %d of %d: %s", run.name, crashes, max_crashes, "scheduled again" if scheduled else answer)
