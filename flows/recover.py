@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 from uuid import UUID
 
-from prefect import flow
+from prefect import State, flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus
 from prefect.logging import get_run_logger
-from prefect.states import AwaitingRetry, State
+from prefect.states import AwaitingRetry
 
 
 @flow(name="relax-recover", flow_run_name="recover-{flow_run_id}", persist_result=False)
