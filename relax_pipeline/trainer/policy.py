@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from relax_pipeline.config import RunConfig
-from relax_pipeline.lora.adapter import make_adapter, tensor_digest, tensors_digest
+from relax_pipeline.lora.adapter import make_adapter, tensor_digests, tensors_digest
 from relax_pipeline.lora.fold import fold
 from relax_pipeline.lora.names import lora_key
 from relax_pipeline.lora.norms import delta_norms
@@ -119,7 +119,7 @@ class Policy:
                 num_folded += weight_OI.numel()
                 num_unmoved += int((merged_OI == weight_OI).sum())
             tensors[name] = (weight_OI if merged_OI is None else merged_OI).to("cpu", copy=True)
-        digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        digests = tensor_digests(tensors)
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         return Bucket(digests, num_bytes, num_unmoved, num_folded, tensors)
 

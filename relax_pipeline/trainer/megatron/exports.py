@@ -9,7 +9,7 @@ import torch
 
 from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import ModelError
-from relax_pipeline.lora.adapter import combine_digests, make_adapter, tensor_digest, write_adapter
+from relax_pipeline.lora.adapter import combine_digests, make_adapter, tensor_digest, tensor_digests, write_adapter
 from relax_pipeline.lora.fold import fold
 from relax_pipeline.lora.names import adapted_modules, lora_key
 from relax_pipeline.lora.norms import delta_norms
@@ -100,7 +100,7 @@ class Exports:
                     num_unmoved += int((merged == tensor).sum())
                 tensors[weight.name] = (tensor if merged is None else merged).to("cpu", copy=True)
         content = {name: tensors[name] for name in names if name in tensors}
-        digests = {name: tensor_digest(tensor) for name, tensor in content.items()}
+        digests = tensor_digests(content)
         return Bucket(digests, sum(tensor.nbytes for tensor in content.values()), num_unmoved, num_folded, content)
 
     def norms(self, version: int) -> dict[str, float]:
