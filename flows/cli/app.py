@@ -9,7 +9,7 @@ import warnings
 from cyclopts import App
 from rich.console import Console
 
-from flows.cli import checkpoints, diagnosis, models, training
+from flows.cli import checkpoints, diagnosis, models, submit, training
 from relax_pipeline import __version__
 from relax_pipeline.errors import RelaxError
 
@@ -23,6 +23,7 @@ app = App(
     """,
 )
 app.command(training.train)
+app.command(submit.submit)
 app.command(training.plan)
 app.command(training.report)
 app.command(diagnosis.sync_check)

@@ -49,7 +49,7 @@ def changed(values: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 def test_help_names_every_command(cli: Run) -> None:
     status, text = cli("--help")
     assert status == 0
-    for command in ("train", "plan", "report", "checkpoints", "merge", "publish", "published"):
+    for command in ("train", "submit", "plan", "report", "checkpoints", "merge", "publish", "published"):
         assert command in text
 
 
