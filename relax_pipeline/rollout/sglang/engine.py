@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from relax_pipeline.config import ModelConfig, SglangEngineConfig
-from relax_pipeline.errors import EngineError, UnknownVersionError
+from relax_pipeline.errors import EngineError
 from relax_pipeline.lora.adapter import combine_digests, peft_config
 from relax_pipeline.rollout.base import EngineInfo, adapter_name
 from relax_pipeline.rollout.filed import FiledTensors
@@ -23,6 +23,7 @@ from relax_pipeline.rollout.sglang.launch import LoraRoom, on_cpu, server_comman
 from relax_pipeline.rollout.sglang.model_folder import read_model_folder
 from relax_pipeline.rollout.sglang.requests import completion, generate_body, logprobs_body, sequence_logprobs
 from relax_pipeline.rollout.sglang.server import Server
+from relax_pipeline.rollout.sglang.versions import Versions
 from relax_pipeline.rollout.sglang.wire import FORMAT, bucket, in_host_memory
 from relax_pipeline.types import Ack, Adapter, Completion, GenerateRequest
 
@@ -68,10 +69,7 @@ class SglangEngine:
         self._control_timeout, self._generate_timeout = control_timeout, generate_timeout
         self._base, self._folder = model.path, read_model_folder(Path(model.path))
         self._dtype: torch.dtype = getattr(torch, model.dtype)
-        self._staged: dict[int, Ack] = {}
-        self._active: dict[int, Ack] = {}
-        self._weights_version: int | None = None
-        self._received: dict[str, str] = {}
+        self._versions = Versions(engine_id, self._incarnation, self._folder.tensors)
         self._gate = Gate(f"engine {engine_id}")
         with ThreadPoolExecutor(1) as thread:
             digest = thread.submit(self._folder.digest, self._dtype)
@@ -106,8 +104,7 @@ class SglangEngine:
     def stage(self, adapter: Adapter) -> None:
         """See `Engine.stage`."""
         version = adapter.info.version
-        if version in self._staged or version in self._active:
-            raise EngineError(f"engine {self._id} already holds version {version}; versions never change")
+        self._versions.refuse_known(version)
         check_adapter(adapter, room=self._lora, linears=self._folder.linear_shapes())
         digest = combine_digests(digests_of(adapter.tensors, version=version))
         if isinstance(adapter.tensors, FiledTensors):
@@ -122,17 +119,14 @@ class SglangEngine:
                     serialized_tensors=bucket(block),
                     load_format=FORMAT,
                 )
-        self._staged[version] = self._ack(version, digest, adapter.info.modules)
+        self._versions.stage(version, digest=digest, modules=adapter.info.modules)
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor], *, version: int) -> None:
         """See `Engine.load_weights`."""
         check_weights(tensors, version=version, shapes=self._folder.shapes, dtype=self._dtype)
         digests = digests_of(tensors, version=version)
         with self._gate.shut("replace its weights"), in_host_memory(tensors) as block:
-            if version != self._weights_version:
-                self._received.clear()
-            self._weights_version = version
-            self._active.clear()
+            self._versions.begin_weights(version)
             self._control(
                 "/update_weights_from_tensor",
                 serialized_named_tensors=[bucket(block)] * self._config.tensor_parallel_size,
@@ -140,38 +134,22 @@ class SglangEngine:
                 flush_cache=True,  # or prompts seen before are answered from the old weights' cache
                 weight_version=str(version),
             )
-            self._received |= digests
+            self._versions.add_weights(digests)
 
     def activate(self, version: int) -> Ack:
         """See `Engine.activate`."""
-        if version in self._active:
-            return self._active[version]
-        if version == self._weights_version:
-            missing = sorted(set(self._folder.tensors) - set(self._received))
-            if missing:
-                raise EngineError(f"engine {self._id}, version {version}: never received {missing[:4]}")
-            self._active[version] = self._ack(version, combine_digests(self._received), tuple(sorted(self._received)))
-        elif version in self._staged:
-            listed = self._server.get("/v1/models", timeout=self._control_timeout)["data"]
-            if adapter_name(version) not in {entry["id"] for entry in listed}:
-                raise EngineError(f"engine {self._id}: SGLang does not list {adapter_name(version)}, which it was sent")
-            self._active[version] = self._staged.pop(version)
-        else:
-            raise UnknownVersionError(f"engine {self._id} was never sent version {version}")
-        return self._active[version]
+        listed = self._server.get("/v1/models", timeout=self._control_timeout)["data"]
+        return self._versions.activate(version, listed={entry["id"] for entry in listed})
 
     def retire(self, version: int) -> None:
         """See `Engine.retire`."""
-        held = version in self._staged or version in self._active
-        if held and version != self._weights_version:
-            self._staged.pop(version, None)
-            self._active.pop(version, None)
+        if self._versions.drop(version):
             self._control("/unload_lora_adapter", lora_name=adapter_name(version))
 
     def generate(self, requests: Sequence[GenerateRequest], *, version: int) -> list[Completion]:
         """See `Engine.generate`."""
         with self._gate.request():
-            body = generate_body(requests, adapter=self._adapter(version), seeded=self._config.deterministic)
+            body = generate_body(requests, adapter=self._versions.adapter(version), seeded=self._config.deterministic)
             answers = self._server.post("/generate", body, timeout=self._generate_timeout)
         return [
             completion(answer, policy_version=version, engine_id=self._id, incarnation=self._incarnation)
@@ -181,7 +159,7 @@ class SglangEngine:
     def logprobs(self, sequences: Sequence[Sequence[int]], *, version: int | None) -> list[NDArray[np.float32]]:
         """See `Engine.logprobs`."""
         with self._gate.request():
-            body = logprobs_body(sequences, adapter=self._adapter(version))
+            body = logprobs_body(sequences, adapter=self._versions.adapter(version))
             answers = self._server.post("/generate", body, timeout=self._control_timeout)
         return [sequence_logprobs(answer) for answer in answers]
 
@@ -216,14 +194,3 @@ class SglangEngine:
         if isinstance(answer, dict) and answer.get("success") is False:
             reason = answer.get("error_message") or answer.get("message")
             raise EngineError(f"engine {self._id}: SGLang refused {path}: {reason}")
-
-    def _ack(self, version: int, digest: str, modules: tuple[str, ...]) -> Ack:
-        return Ack(self._id, self._incarnation, version, digest, modules)
-
-    def _adapter(self, version: int | None) -> str | None:
-        """Return the adapter's name for requests to a version, None for the model's own weights."""
-        if version is None and self._weights_version is None:
-            return None
-        if version is None or version not in self._active:
-            raise UnknownVersionError(f"engine {self._id} holds policy versions {sorted(self._active)}, not {version}")
-        return None if version == self._weights_version else adapter_name(version)
