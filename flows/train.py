@@ -49,7 +49,7 @@ def train_policy(config: RunConfig) -> dict[str, Any]:
         training.sync(session, restored["step"])
         if first == 1 and config.evaluation:
             training.evaluate(session, 0)
-            session.finish_step(0)
+            watch.step(0, session.finish_step(0))
         for step in range(first, config.steps + 1):
             training.rollout(session, step)
             training.reward(session, step)
