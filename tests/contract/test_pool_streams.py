@@ -1,0 +1,95 @@
+"""Engines that batch over calls: several chunks at once, and failures that come from several of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import run_config
+
+from relax_pipeline.config import HfEngineConfig
+from relax_pipeline.errors import EngineError
+from relax_pipeline.rollout.hf import HfEngine
+from relax_pipeline.rollout.pool import EnginePool
+from relax_pipeline.types import Completion, GenerateRequest, SamplingParams
+
+REQUESTS = [GenerateRequest((5 + place, 9), place, SamplingParams(4)) for place in range(12)]
+
+
+class Meeting(HfEngine):
+    """Goes on with a chunk only when as many are inside as the class expects; then answers or fails."""
+
+    together = threading.Barrier(1)
+    fails = False
+
+    def generate(self, requests: Sequence[GenerateRequest], *, version: int) -> list[Completion]:
+        self.together.wait(20)
+        if self.fails:
+            raise EngineError(f"lost with {threading.current_thread().name}")
+        return super().generate(requests, version=version)
+
+
+def make_pool(folder: Path, *, replicas: int, streams: int) -> EnginePool:
+    torch.set_num_threads(1)
+    config = run_config(folder)
+    assert isinstance(config.engine, HfEngineConfig)
+    settings = config.engine
+
+    def spawn(index: int) -> HfEngine:
+        engine = Meeting(engine_id=f"engine-{index}", model=config.model, config=settings)
+        engine.load_weights({}, version=0)
+        engine.activate(0)
+        return engine
+
+    pool = EnginePool(spawn, replicas=replicas, restarts=3, chunk_size=2, streams=streams)
+    pool.serving_version = 0
+    for slot in pool.slots:
+        pool.admit(slot)
+    return pool
+
+
+def test_each_engine_is_given_its_streams_at_once(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Meeting, "together", threading.Barrier(6))  # two engines, three chunks each, or nobody goes on
+    completions = make_pool(tiny_model, replicas=2, streams=3).generate(REQUESTS, version=0, heal=pytest.fail)
+    assert len(completions) == 12
+    assert sorted(completion.engine_id for completion in completions) == ["engine-0"] * 6 + ["engine-1"] * 6
+
+
+def test_chunks_of_a_lost_engine_are_done_again_in_place(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = make_pool(tiny_model, replicas=1, streams=1).generate(REQUESTS, version=0, heal=pytest.fail)
+    pool = make_pool(tiny_model, replicas=1, streams=3)
+    monkeypatch.setattr(pool.slots[0].engine, "fails", True)
+    monkeypatch.setattr(pool.slots[0].engine, "together", threading.Barrier(3))
+    reasons = []
+
+    def heal() -> None:
+        reasons.append(pool.slots[0].failure)
+        pool.replace_lost()
+        pool.admit(pool.slots[0])
+
+    completions = pool.generate(REQUESTS, version=0, heal=heal)
+    assert [c.token_ids.tolist() for c in completions] == [c.token_ids.tolist() for c in whole]
+    assert len(reasons) == 1  # three chunks failed, the engine is lost once
+    assert pool.slots[0].restarts_left == 2
+
+
+def test_failure_of_an_engine_that_is_already_replaced_is_not_the_new_one_s(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(tiny_model, replicas=1, streams=2)
+    old, begun = pool.slots[0].engine, threading.Barrier(3)
+    monkeypatch.setattr(old, "fails", True)
+    monkeypatch.setattr(old, "together", begun)
+    rollout = threading.Thread(target=pool.generate, args=(REQUESTS[:4],), kwargs={"version": 0, "heal": pytest.fail})
+    rollout.start()
+    while begun.n_waiting < 2:
+        assert rollout.is_alive()
+    pool.quarantine(pool.slots[0], "noticed elsewhere")
+    pool.replace_lost()
+    pool.admit(pool.slots[0])
+    begun.wait(20)
+    rollout.join(30)
+    assert pool.slots[0].failure is None
