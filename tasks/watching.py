@@ -12,6 +12,7 @@ from relax_pipeline.metrics.history import History
 from relax_pipeline.metrics.log import StepLog
 from relax_pipeline.metrics.report import report_markdown
 from relax_pipeline.metrics.text import bytes_text
+from relax_pipeline.metrics.trackers import open_trackers
 from tasks.artifacts import Content, LiveArtifacts, artifact_key
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _CLOSE_SECONDS = 5
 
 
 class Watch:
-    """Progress, curves, sync health, checkpoints and completions of one training run, as artifacts."""
+    """Progress, curves, sync health, checkpoints and completions of one training run, as artifacts and for trackers."""
 
     def __init__(self, session: TrainingSession, *, step: int) -> None:
         self._session, self._config, self._step = session, session.config, step
@@ -34,6 +35,7 @@ class Watch:
         for row in session.metrics.rows():
             self._history.add(row["step"], row)
         self._syncs: deque[Row] = deque(session.metrics.tail(_SHOWN_SYNCS), maxlen=_SHOWN_SYNCS)
+        self._trackers = open_trackers(self._config.tracking.trackers, session.run_folder, step=step)
         self._artifacts = LiveArtifacts()
         self._artifacts.show(lambda: [self._progress(step)])
 
@@ -42,11 +44,15 @@ class Watch:
         self._step = step
         self._history.add(step, row)
         self._syncs.append({"step": step, **row})
+        for tracker in self._trackers:
+            tracker.log(step, row)
         if step % self._config.tracking.artifact_every == 0:
             self._show()
 
     def close(self) -> None:
-        """Bring the artifacts up to date, and add the report, if the API is there."""
+        """Bring the curves up to date, and add the report, if the API is there."""
+        for tracker in self._trackers:
+            tracker.close()
         self._show(report_markdown(self._session.run_folder))
         self._artifacts.close(timeout=_CLOSE_SECONDS)
 

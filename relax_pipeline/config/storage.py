@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, field_validator
 
 from relax_pipeline.config.base import Section
 
@@ -59,3 +59,13 @@ class TrackingConfig(Section):
     """Steps between updates of the curves in the Prefect UI."""
     sample_completions: Annotated[int, Field(ge=0)] = 4
     """Completions of each step kept in the report."""
+    trackers: tuple[str, ...] = ()
+    """Where the curves go as well: tensorboard."""
+
+    @field_validator("trackers")
+    @classmethod
+    def trackers_are_known(cls, trackers: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse services nothing sends to."""
+        if unknown := sorted(set(trackers) - {"tensorboard"}):
+            raise ValueError(f"{', '.join(unknown)}: not available; use tensorboard, or read metrics.jsonl of the run")
+        return trackers

@@ -112,7 +112,7 @@ def test_folder_is_refused(tmp_path: Path) -> None:
         ("lorra: {}", "lorra: unknown key; did you mean lora?"),
         (
             "tracking: {zzz: 1}",
-            "tracking.zzz: unknown key; known here: artifact_every, sample_completions",
+            "tracking.zzz: unknown key; known here: artifact_every, sample_completions, trackers",
         ),
         ("rewards: {scorers: [{knd: math}]}", "rewards.scorers.0.knd: unknown key; did you mean kind?"),
         ("evaluation: {sauce: {}, source: {path: x}}", "evaluation.sauce: unknown key; did you mean source?"),
