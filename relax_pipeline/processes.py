@@ -26,6 +26,9 @@ _TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
 0.03 nats in the mean on SmolLM2-135M, and by 0.25 on single tokens."""
 
 
+_THREADS_BESIDE_GPU = 4
+
+
 @dataclass(frozen=True, slots=True)
 class Processes:
     """A trainer, its engines, and what keeps them equal."""
@@ -133,8 +136,12 @@ def check_gpus(config: RunConfig) -> None:
 
 
 def _threads(config: RunConfig) -> int:
-    """Return the torch threads of one process: trainer ranks and engines share the CPUs evenly."""
-    return max(1, num_cpus() // (config.trainer.world_size + config.engine.replicas))
+    """Return the torch threads of one process: trainer ranks and engines share the CPUs evenly.
+
+    With GPUs the CPU only does small things, at which many threads wait for each other.
+    """
+    share = max(1, num_cpus() // (config.trainer.world_size + config.engine.replicas))
+    return share if num_gpus() == 0 else min(share, _THREADS_BESIDE_GPU)
 
 
 def _gpus(device: str, count: int) -> int:

@@ -16,6 +16,9 @@ Logprobs = Sequence[NDArray[np.float32]]
 _STANDARD_ERRORS = 4
 _MEASURABLE = 0.25
 """A share is known when that many standard errors are at most this: then 0, the bare base, and 1 lie far apart."""
+_ABOVE_NOISE = 2.0
+"""And when the trainer moved that many times as far as the two differ in the base. Noise in what it moved makes the
+share of a faithful engine smaller: at 2, to no less than 1 - 1 / 2² = 0.75."""
 _FOLLOWS = 0.5
 
 
@@ -94,10 +97,12 @@ def followed_share(
     It is the least-squares slope of the engine's changes over the trainer's, so the two may compute with different
     kernels: what differs in the base cancels. None where the trainer has hardly moved, so that noise would decide.
     """
-    moved = np.concatenate(trainer_now).astype(np.float64) - np.concatenate(trainer_bare)
+    base = np.concatenate(trainer_bare).astype(np.float64)
+    moved = np.concatenate(trainer_now) - base
     followed = np.concatenate(engine_now).astype(np.float64) - np.concatenate(engine_bare)
+    noise = np.concatenate(engine_bare) - base
     squares = float(moved @ moved)
-    if squares == 0.0:
+    if squares == 0.0 or squares < _ABOVE_NOISE**2 * float(noise @ noise):
         return None
     slope = float(followed @ moved) / squares
     residual = followed - slope * moved

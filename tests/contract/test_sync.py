@@ -518,18 +518,28 @@ def test_probe_difference_is_the_mean_and_nan_is_infinite() -> None:
 
 @pytest.mark.parametrize("served", [0.0, 0.4, 1.0])
 def test_noise_of_bfloat16_hides_the_difference_and_not_the_direction(served: float) -> None:
-    draw = np.random.default_rng(0)
-    trainer_bare, engine_bare = (draw.normal(-3, 1, 120), draw.normal(-3, 1, 120))
-    moved = draw.normal(0, 0.2, 120)
-    noise = draw.normal(0, 0.02, 120)
-    share = followed_share(
-        [engine_bare], [engine_bare + served * moved + noise], [trainer_bare], [trainer_bare + moved]
-    )
-    assert share == pytest.approx(served, abs=0.03)
+    truth, moved, *noise = _draws(way=0.2, noise=0.02)
+    bare, now = (truth + noise[0], truth + noise[1]), (truth + served * moved + noise[2], truth + moved + noise[3])
+    share = followed_share([bare[0]], [now[0]], [bare[1]], [now[1]])
+    assert share == pytest.approx(served, abs=0.05)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_engine_that_follows_is_never_refused_for_noise(seed: int) -> None:
+    for way in (0.01, 0.03, 0.05, 0.1):
+        truth, moved, *noise = _draws(way=way, noise=0.03, seed=seed)
+        now = truth + moved + noise[2], truth + moved + noise[3]
+        share = followed_share([truth + noise[0]], [now[0]], [truth + noise[1]], [now[1]])
+        assert share is None or share > 0.5
 
 
 def test_a_way_shorter_than_the_noise_decides_nothing() -> None:
-    draw = np.random.default_rng(0)
-    bare, moved, noise = draw.normal(-3, 1, 120), draw.normal(0, 0.01, 120), draw.normal(0, 0.02, 120)
-    assert followed_share([bare], [bare + moved + noise], [bare], [bare + moved]) is None
-    assert followed_share([bare], [bare], [bare], [bare]) is None
+    truth, moved, *noise = _draws(way=0.01, noise=0.02)
+    assert followed_share([truth + noise[0]], [truth + moved + noise[1]], [truth], [truth + moved]) is None
+    assert followed_share([truth], [truth], [truth], [truth]) is None
+
+
+def _draws(*, way: float, noise: float, seed: int = 0) -> list[np.ndarray]:
+    """Return logprobs, how they move, and four times what a kernel's rounding does to them."""
+    draw = np.random.default_rng(seed)
+    return [draw.normal(-3, 1, 120), draw.normal(0, way, 120), *(draw.normal(0, noise, 120) for _ in range(4))]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.bridge.peft import module_matcher
 from megatron.bridge.peft import utils as peft_utils
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from relax_pipeline.trainer.megatron import delta_net
 from relax_pipeline.trainer.megatron.compat import HAS_DELTA_KERNELS, Patch, patched
 from relax_pipeline.trainer.megatron.experts import PortableColumnGroupedLinear, PortableRowGroupedLinear
+from relax_pipeline.trainer.megatron.rotary import rotate_packed
 
 _CPU = torch.device("cpu")
 
@@ -56,6 +58,7 @@ def _without_transformer_engine() -> list[Patch]:
         Patch(peft_utils, "TECL", column, grouped),
         Patch(peft_utils, "TERL", row, grouped),
         Patch(peft_utils, "HAVE_TE", True, grouped),
+        Patch(rope_utils, "_apply_rotary_pos_emb_thd", rotate_packed, "it goes through the sequences one by one"),
     ]
 
 
