@@ -29,5 +29,7 @@ def rotate_packed(
     count = x_NHD.shape[0]
     starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=count)
     positions_N = torch.arange(count, device=x_NHD.device) - starts
-    rotated: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(x_NHD[:, None], freqs_S11D[positions_N], *args, **kwargs)
+    rotated: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(
+        x_NHD[:, None], freqs_S11D[positions_N], *args, **kwargs
+    )
     return rotated[:, 0]
