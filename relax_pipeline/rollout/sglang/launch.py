@@ -31,9 +31,11 @@ def server_command(config: SglangEngineConfig, model: ModelConfig, *, lora: Lora
     """Return the server's command line. Token ids in, token ids out: it loads no tokenizer.
 
     Raises:
-        EngineError: engine.device is cuda and there is none.
+        EngineError: There are fewer GPUs than engine.tensor_parallel_size.
+        ModelError: engine.device is cuda and there is none.
     """
-    options: dict[str, object] = {
+    options, switches = _cpu_arguments(config) if on_cpu(config) else _cuda_arguments(config)
+    options |= {
         "--model-path": model.path,
         "--host": "127.0.0.1",
         "--port": port,
@@ -44,25 +46,16 @@ def server_command(config: SglangEngineConfig, model: ModelConfig, *, lora: Lora
         "--grammar-backend": "none",
         "--log-level": "info",
     }
-    switches = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
-    options |= _cpu_options(config) if on_cpu(config) else _cuda_options(config)
-    if not options.get("--cuda-graph-max-bs-decode"):
-        options.pop("--cuda-graph-max-bs-decode", None)
-        switches.append("--disable-cuda-graph")
-    if on_cpu(config):
-        switches.append("--disable-overlap-schedule")
+    switches += ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
     if config.deterministic:
         switches.append("--enable-deterministic-inference")
-    if config.offload != "none" and not on_cpu(config):
-        switches += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     if model.trust_remote_code:
         switches.append("--trust-remote-code")
-    arguments = [str(part) for option in options.items() for part in option]
     return [
         sys.executable,
         "-m",
         "sglang.launch_server",
-        *arguments,
+        *(str(part) for option in options.items() for part in option),
         *switches,
         *(_lora_arguments(lora, config) if lora else ()),
         *config.extra_args,
@@ -76,16 +69,15 @@ def server_environment(config: SglangEngineConfig) -> dict[str, str]:
     # Offline, or a request for a dropped adapter asks the hub for it; and /health must not wait for a token.
     environment |= {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
     if on_cpu(config):
-        ranks = range(config.tensor_parallel_size)
         environment |= {
             "SGLANG_USE_CPU_ENGINE": "1",
-            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in ranks),
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(_CPU_STAND_IN), os.environ.get("PYTHONPATH")))),
         }
-        if len(ranks) == 1:
-            del environment["SGLANG_CPU_OMP_THREADS_BIND"]
+        if config.tensor_parallel_size > 1:
+            cores = (str(rank % (os.cpu_count() or 1)) for rank in range(config.tensor_parallel_size))
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
     return environment
 
 
@@ -94,31 +86,38 @@ def on_cpu(config: SglangEngineConfig) -> bool:
     return resolve_device(config.device).type == "cpu"
 
 
-def _cpu_options(config: SglangEngineConfig) -> dict[str, object]:
-    return {
+def _cpu_arguments(config: SglangEngineConfig) -> tuple[dict[str, object], list[str]]:
+    """Return options with a value, and switches."""
+    options: dict[str, object] = {
         "--device": "cpu",
         "--attention-backend": config.attention_backend or "torch_native",
         "--sampling-backend": "pytorch",
         "--mem-fraction-static": 0.2,
         "--max-total-tokens": config.max_cached_tokens or 16384,
     }
+    return options, ["--disable-cuda-graph", "--disable-overlap-schedule"]
 
 
-def _cuda_options(config: SglangEngineConfig) -> dict[str, object]:
-    options: dict[str, object] = {
-        "--mem-fraction-static": config.memory_fraction,
-        "--cuda-graph-max-bs-decode": config.cuda_graph_max_batch,
-    }
-    if config.attention_backend is not None:
-        options["--attention-backend"] = config.attention_backend
-    if config.max_cached_tokens is not None:
-        options["--max-total-tokens"] = config.max_cached_tokens
+def _cuda_arguments(config: SglangEngineConfig) -> tuple[dict[str, object], list[str]]:
+    """Return options with a value, and switches."""
     if config.tensor_parallel_size > torch.cuda.device_count():
         raise EngineError(
             f"engine.tensor_parallel_size is {config.tensor_parallel_size} and this process sees "
             f"{torch.cuda.device_count()} GPUs; lower it, or give each engine more"
         )
-    return options
+    options: dict[str, object] = {"--mem-fraction-static": config.memory_fraction}
+    switches = []
+    if config.attention_backend is not None:
+        options["--attention-backend"] = config.attention_backend
+    if config.max_cached_tokens is not None:
+        options["--max-total-tokens"] = config.max_cached_tokens
+    if config.cuda_graph_max_batch:
+        options["--cuda-graph-max-bs-decode"] = config.cuda_graph_max_batch
+    else:
+        switches.append("--disable-cuda-graph")
+    if config.offload != "none":
+        switches += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+    return options, switches
 
 
 def _lora_arguments(lora: LoraRoom, config: SglangEngineConfig) -> Sequence[str]:
