@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from relax_pipeline.config import RunConfig
-from relax_pipeline.errors import ModelError
+from relax_pipeline.errors import CheckpointError, ModelError
 from relax_pipeline.lora.adapter import combine_digests, make_adapter, tensor_digest, tensor_digests, write_adapter
 from relax_pipeline.lora.fold import fold
 from relax_pipeline.lora.names import adapted_modules, lora_key
@@ -20,7 +21,7 @@ from relax_pipeline.trainer.megatron.optimizer import MasterOptimizer
 from relax_pipeline.trainer.megatron.parallel import Ranks
 from relax_pipeline.trainer.megatron.sharding import copies
 from relax_pipeline.trainer.megatron.stream import Weight, WeightStream, adapter_tensors
-from relax_pipeline.types import Adapter, AdapterSpec
+from relax_pipeline.types import Adapter, AdapterSpec, WeightsInfo
 
 
 class Exports:
@@ -51,17 +52,21 @@ class Exports:
     def adapter(self, version: int) -> Payload:
         """Return the adapter in the dtype engines compute in."""
         tensors = self._full_precision(version)
-        content: list[Adapter] = []
+        made: list[Adapter] = []
 
-        def make() -> Adapter:
-            content.append(self._stamped({n: t.to(self._dtype, copy=True) for n, t in tensors.items()}, version))
-            return content[0]
+        def make() -> WeightsInfo:
+            made.append(self._stamped({n: t.to(self._dtype, copy=True) for n, t in tensors.items()}, version))
+            return made[0].info
 
-        info = self._ranks.on_first(lambda: make().info)
-        return Payload(info, content[0] if content else None)
+        info = self._ranks.on_first(make)
+        return Payload(info, made[0] if made else None)
 
     def write_adapter(self, folder: Path, version: int) -> None:
-        """Write a PEFT folder with the masters, where there is an adapter."""
+        """Write a PEFT folder with the masters, where there is an adapter.
+
+        Raises:
+            CheckpointError: On all ranks, when rank 0 cannot write it.
+        """
         if self._spec is None:
             return
         tensors = self._full_precision(version)
@@ -69,7 +74,10 @@ class Exports:
         def write() -> None:
             path = self._config.model.path
             metadata = {"base_digest": model_digest(Path(path))}
-            write_adapter(self._stamped(tensors, version), folder, base_model=path, metadata=metadata)
+            try:
+                write_adapter(self._stamped(tensors, version), folder, base_model=path, metadata=metadata)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{folder} cannot be written: {error}") from error
 
         self._ranks.on_first(write)
 
