@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 import traceback
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
+
+import pytest
 
 from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import RelaxError
@@ -24,7 +25,6 @@ class RankGroup:
     """Sends each call to all ranks and returns rank 0's answer, or raises the first rank's error."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
-        os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}  # for the process that is forked
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["relax_pipeline.trainer.megatron"])
         self._processes, self._pipes = [], []
@@ -33,7 +33,9 @@ class RankGroup:
             ours, theirs = context.Pipe()
             layout = RankLayout(rank, world_size, meeting)
             process = context.Process(target=_serve, args=(theirs, config, layout), daemon=True)
-            process.start()
+            with pytest.MonkeyPatch.context() as patch:  # for the process that is forked, which the first one starts
+                patch.setenv("OMP_NUM_THREADS", "1")
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
