@@ -1,0 +1,102 @@
+"""Deployed, scheduled, triggered, killed in every place and cancelled: on a real server, workers and object store."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_pipeline.checkpoint.store import CheckpointStore, verify
+from relax_pipeline.metrics.log import StepLog
+from relax_pipeline.publish.published import verify_published
+from tests.integration.prefect_platform import Platform, processes_of, read_processes, wait_for
+
+pytestmark = [pytest.mark.prefect, pytest.mark.slow, pytest.mark.timeout(900)]
+STEPS = 120
+
+
+@pytest.fixture(scope="module")
+def platform(s3_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    platform = Platform(tmp_path_factory.mktemp("platform"))
+    try:
+        platform.start()
+        yield platform
+    finally:
+        platform.stop()
+
+
+def last_step(run: Path) -> int:
+    rows = StepLog(run / "metrics.jsonl").tail(1)
+    return int(rows[0]["step"]) if rows else -1
+
+
+def wait_for_step(platform: Platform, run: Path, step: int, *, attempts: int) -> None:
+    """Wait until an attempt is under way, the given one or a later one, and has done a step."""
+
+    def done() -> bool:
+        begun = len(StepLog(run / "attempts.jsonl").rows())
+        return begun >= attempts and last_step(run) >= step
+
+    wait_for(done, f"step {step} of attempt {attempts}", seconds=180, log=platform.log)
+
+
+def final_adapter(run: Path) -> bytes:
+    newest = CheckpointStore(run / "checkpoints").committed()[-1]
+    assert newest.step == STEPS
+    return (newest.path / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def test_cancelling_leaves_no_process_and_an_intact_checkpoint(platform: Platform, run_values: dict[str, Any]) -> None:
+    run = Path(run_values["output_dir"]) / "cancelled"
+    values = run_values | {"run_name": "cancelled", "steps": 100_000, "checkpoint": {"every": 3}}
+    flow_run_id = platform.run(values)
+    wait_for_step(platform, run, 5, attempts=1)
+    assert len(processes_of(flow_run_id)) > 3
+    started = time.monotonic()
+    platform.command("prefect", "flow-run", "cancel", str(flow_run_id))
+    platform.wait_until(flow_run_id, "Cancelled", seconds=60)
+    assert processes_of(flow_run_id) == []
+    print(f"cancelled after {time.monotonic() - started:.1f} s")
+    verify(CheckpointStore(run / "checkpoints").committed()[-1])
+
+
+def test_from_a_schedule_to_a_verified_model_and_through_every_kill(
+    platform: Platform, run_values: dict[str, Any], bucket: str, s3_endpoint: str
+) -> None:
+    """One test, because the killed run is compared with the one that was published."""
+    runs = Path(run_values["output_dir"])
+    values = run_values | {"steps": STEPS, "evaluation": None, "checkpoint": {"every": 5}}
+
+    store = {"store": f"s3://{bucket}/checkpoints", "endpoint_url": s3_endpoint, "remote_keep_last": 2}
+    publish = {"enabled": True, "destination": f"s3://{bucket}/models", "endpoint_url": s3_endpoint}
+    whole = values | {"run_name": "whole", "checkpoint": values["checkpoint"] | store, "publish": publish}
+    platform.run(whole, delay=5)
+    wait_for((runs / "whole" / "PUBLISHED.json").is_file, "the model", seconds=300, log=platform.log)
+    published = json.loads((runs / "whole" / "PUBLISHED.json").read_text())
+    assert verify_published(published["uri"], endpoint_url=s3_endpoint).step == STEPS
+
+    flow_run_id = platform.run(values | {"run_name": "killed"})
+    kill_everything_in_turn(platform, runs / "killed")
+    platform.wait_until(flow_run_id, "Completed", seconds=180)
+    assert final_adapter(runs / "killed") == final_adapter(runs / "whole")
+
+
+def kill_everything_in_turn(platform: Platform, run: Path) -> None:
+    wait_for_step(platform, run, 3, attempts=1)
+    os.kill(read_processes(run)["trainer"][0], signal.SIGKILL)  # the flow tries again by itself
+    wait_for_step(platform, run, 8, attempts=2)
+    os.kill(read_processes(run)["engines"][0], signal.SIGKILL)  # the pool replaces it
+    wait_for_step(platform, run, 20, attempts=2)
+    os.kill(read_processes(run)["flow"], signal.SIGKILL)  # the worker reports it, `recover` schedules it again
+    wait_for_step(platform, run, 30, attempts=3)
+    platform.kill("relax-train")  # its flow run dies with it, and is scheduled again for the next worker
+    platform.start_worker("relax-train")
+    wait_for_step(platform, run, 40, attempts=4)
+    platform.kill("server")  # training goes on without
+    platform.start_server()
