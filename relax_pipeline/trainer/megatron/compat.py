@@ -1,7 +1,7 @@
 """What Megatron-Core 0.19.2 and Megatron-Bridge 0.6.2 take for granted and a machine may lack.
 
 Nothing here is in force for longer than a `with` block, and on a machine with CUDA and Transformer Engine nothing
-is in force at all: `patches` is empty.
+is in force at all but the faster rotary embedding: `patches` is empty.
 """
 
 from __future__ import annotations
