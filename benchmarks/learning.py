@@ -23,7 +23,8 @@ from pathlib import Path
 
 from relax_pipeline.metrics.svg import line_chart
 
-RECIPES = Path(__file__).parents[1] / "deployments" / "recipes"
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ROOT / "deployments" / "recipes"
 ADAPTER, MERGE = ("sync.mode=adapter",), ("sync.mode=merge",)
 FULL = ("lora.rank=0", "sync.mode=merge", "optimizer.learning_rate=2e-6")
 FSDP, MEGATRON = ("trainer.kind=fsdp",), ("trainer.kind=megatron",)
@@ -88,7 +89,7 @@ def train(
         "status": process.returncode,
         "kills": kills,
         "seconds": time.monotonic() - started,
-        "command": [part.replace(str(folder), "FOLDER") for part in command[1:]],
+        "command": [part.replace(str(folder), "FOLDER").replace(f"{ROOT}/", "") for part in command[1:]],
         "rows": read_rows(folder, name),
     }
 
