@@ -11,7 +11,7 @@ from megatron_models import megatron_config
 from rank_group import rank_group
 from tiny_run import train
 
-from relax_pipeline.errors import ConfigError, ModelError
+from relax_pipeline.errors import ConfigError, ModelError, TrainerError
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -82,7 +82,24 @@ def test_gates_of_delta_nets_train_only_where_engines_get_merged_weights(
     )
     with rank_group(config, tmp_path) as trainer:
         train(trainer, updates=2)
-        norms = trainer.adapter_norms()
-    assert norms["in_proj_qkv"] > 0
-    assert norms["in_proj_z"] > 0
-    assert (norms["in_proj_b"] > 0, norms["in_proj_a"] > 0) == (trains, trains)
+        tensors = trainer.export_adapter().content.tensors
+    moved = {
+        leaf: {bool(lora_B.any()) for name, lora_B in tensors.items() if f".{leaf}.lora_B." in name}
+        for leaf in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    }
+    assert moved == {"in_proj_qkv": {True}, "in_proj_z": {True}, "in_proj_b": {trains}, "in_proj_a": {trains}}
+
+
+def test_gates_that_merge_mode_has_trained_are_not_exported_in_adapter_mode(
+    folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    lora = {"target_modules": ["in_proj"]}
+    with rank_group(megatron_config(folder("delta"), lora=lora, sync={"mode": "merge"}), tmp_path) as trainer:
+        train(trainer, updates=1)
+        trainer.save(tmp_path / "checkpoint")
+    config = megatron_config(folder("delta"), lora=lora, sync={"mode": "adapter"}, trainer=PIPELINE)
+    with rank_group(config, tmp_path) as trainer:
+        trainer.load(tmp_path / "checkpoint")
+        with pytest.raises(TrainerError, match=r"4 gates is not zero, e\.g\. .*\.in_proj_a, .* sync.mode to merge"):
+            trainer.export_adapter()
+        assert trainer.policy_version() == 1

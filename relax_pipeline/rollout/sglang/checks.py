@@ -14,15 +14,24 @@ from relax_pipeline.lora.names import adapted_modules, lora_key
 from relax_pipeline.rollout.sglang.launch import LoraRoom
 from relax_pipeline.types import Adapter
 
-_COMPANIONS = {"q_proj": "v_proj", "v_proj": "q_proj", "k_proj": "q_proj", "up_proj": "gate_proj"}
-"""SGLang fuses these; one without the other is refused by it, or ends it."""
+_COMPANIONS = {
+    "q_proj": "v_proj",
+    "v_proj": "q_proj",
+    "k_proj": "q_proj",
+    "up_proj": "gate_proj",
+    "in_proj_qkv": "in_proj_z",
+    "in_proj_z": "in_proj_qkv",
+    "in_proj_b": "in_proj_qkv",
+    "in_proj_a": "in_proj_qkv",
+}
+"""SGLang fuses these; one without the other is refused by it, or ends it. The last two it does not adapt at all."""
 
 
 def check_adapter(adapter: Adapter, *, room: LoraRoom | None, linears: Mapping[str, tuple[int, int]]) -> None:
     """Refuse an adapter that the server could not serve as it is.
 
     Args:
-        adapter: To be sent; its tensors' values are not looked at.
+        adapter: In HF names, before `in_sglang_flavour`; its tensors' values are not looked at.
         room: What the server was started with; None: no room for adapters.
         linears: (out, in) of the linear modules in the model's decoder layers.
 

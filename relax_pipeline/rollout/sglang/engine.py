@@ -18,6 +18,7 @@ from relax_pipeline.lora.adapter import combine_digests, peft_config
 from relax_pipeline.rollout.base import EngineInfo, adapter_name
 from relax_pipeline.rollout.filed import FiledTensors
 from relax_pipeline.rollout.sglang.checks import check_adapter, check_weights, digests_of
+from relax_pipeline.rollout.sglang.flavour import in_sglang_flavour
 from relax_pipeline.rollout.sglang.gate import Gate
 from relax_pipeline.rollout.sglang.launch import LoraRoom, on_cpu, server_command, server_environment
 from relax_pipeline.rollout.sglang.model_folder import read_model_folder
@@ -31,8 +32,9 @@ from relax_pipeline.types import Ack, Adapter, Completion, GenerateRequest
 class SglangEngine:
     """Implements `Engine`; methods may be called from several threads, and the server batches over all of them.
 
-    The server tells what it holds by name only, so an `Ack` here has the digest of the memory the server was given,
-    after it has confirmed the name. That it serves those bytes is what the probe of `WeightSync` shows.
+    The server tells what it holds by name only, so an `Ack` here has the digest of what this engine was given, before
+    `in_sglang_flavour`, once the server has confirmed the name. That it serves it is what the probe of `WeightSync`
+    shows.
 
     Requests' seeds are honoured with `deterministic` only; without it the server draws from a stream of its own.
     A completion ends at its stop tokens and, if it has any, at the end tokens of the model's own configuration.
@@ -107,15 +109,16 @@ class SglangEngine:
         self._versions.refuse_known(version)
         check_adapter(adapter, room=self._lora, linears=self._folder.linear_shapes())
         digest = combine_digests(digests_of(adapter.tensors, version=version))
-        if isinstance(adapter.tensors, FiledTensors):
-            folder = str(adapter.tensors.path.parent)
+        sent = in_sglang_flavour(adapter)
+        if isinstance(sent.tensors, FiledTensors):
+            folder = str(sent.tensors.path.parent)
             self._control("/load_lora_adapter", lora_name=adapter_name(version), lora_path=folder)
         else:
-            with in_host_memory(adapter.tensors) as block:
+            with in_host_memory(sent.tensors) as block:
                 self._control(
                     "/load_lora_adapter_from_tensors",
                     lora_name=adapter_name(version),
-                    config_dict=peft_config(adapter.spec, self._base),
+                    config_dict=peft_config(sent.spec, self._base),
                     serialized_tensors=bucket(block),
                     load_format=FORMAT,
                 )

@@ -13,6 +13,7 @@ import torch
 from relax_pipeline.config import ModelConfig, SglangEngineConfig
 from relax_pipeline.errors import EngineError
 from relax_pipeline.models import resolve_device
+from relax_pipeline.rollout.sglang.flavour import sglang_leaves
 
 _CPU_STAND_IN = Path(__file__).parent / "cpu"
 
@@ -23,6 +24,7 @@ class LoraRoom:
 
     rank: int
     leaf_modules: tuple[str, ...]
+    """In HF names, as adapters arrive."""
     versions: int
     """Adapters held side by side."""
 
@@ -131,4 +133,4 @@ def _lora_arguments(lora: LoraRoom, config: SglangEngineConfig) -> Sequence[str]
     ]
     if on_cpu(config):
         arguments += ["--lora-backend", "torch_native"]
-    return [*arguments, "--lora-target-modules", *lora.leaf_modules]
+    return [*arguments, "--lora-target-modules", *sglang_leaves(lora.leaf_modules)]

@@ -9,9 +9,10 @@ import torch
 from safetensors import SafetensorError
 
 from relax_pipeline.config import RunConfig
-from relax_pipeline.errors import CheckpointError, ModelError
+from relax_pipeline.errors import CheckpointError, ModelError, TrainerError
 from relax_pipeline.lora.adapter import combine_digests, make_adapter, tensor_digest, tensor_digests, write_adapter
 from relax_pipeline.lora.fold import fold
+from relax_pipeline.lora.gates import adapted_gates
 from relax_pipeline.lora.names import adapted_modules, lora_key
 from relax_pipeline.lora.norms import delta_norms
 from relax_pipeline.safetensors_io.identity import model_digest
@@ -50,11 +51,21 @@ class Exports:
         )
 
     def adapter(self, version: int) -> Payload:
-        """Return the adapter in the dtype engines compute in."""
+        """Return the adapter in the dtype engines compute in.
+
+        Raises:
+            TrainerError: On all ranks, when in adapter mode gates of gated delta nets are adapted.
+        """
         tensors = self._full_precision(version)
         made: list[Adapter] = []
 
         def make() -> WeightsInfo:
+            adapted = adapted_gates(tensors) if self._config.sync.mode == "adapter" else []
+            if adapted:
+                raise TrainerError(
+                    f"the lora_B of {len(adapted)} gates is not zero, e.g. {adapted[0]}, and engines host no adapters "
+                    "on gates: this policy was trained in merge mode; set sync.mode to merge"
+                )
             made.append(self._stamped({n: t.to(self._dtype, copy=True) for n, t in tensors.items()}, version))
             return made[0].info
 
