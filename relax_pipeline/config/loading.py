@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from relax_pipeline.config.run import RunConfig
 from relax_pipeline.errors import ConfigError
 
-_PATH_KEYS = (("model", "path"), ("data", "train", "path"), ("evaluation", "source", "path"))
+_PATH_KEYS = (("model", "path"), ("lora", "start_from"), ("data", "train", "path"), ("evaluation", "source", "path"))
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:

@@ -59,6 +59,9 @@ class LoraConfig(Section):
     """Megatron names, also for the fsdp trainer."""
     scope: Literal["all", "language", "vision"] = "all"
     """Which region of a multimodal model gets adapters."""
+    start_from: str | None = None
+    """Folder of a PEFT adapter of this rank, alpha, targets and base to start from; without it the policy starts as the
+    base. A run that continues from a checkpoint does not read it. Relative to the config file."""
 
     @field_validator("target_modules")
     @classmethod
@@ -76,6 +79,13 @@ class LoraConfig(Section):
         """Warn when the delta is scaled more than recipes that are known to learn."""
         if self.rank and self.alpha / self.rank > 4:
             advise(f"lora.alpha / lora.rank is {self.alpha / self.rank:g}; above 4 training tends to be unstable")
+        return self
+
+    @model_validator(mode="after")
+    def start_needs_an_adapter(self) -> LoraConfig:
+        """Without adapters there is nothing that could take over another's values."""
+        if self.start_from is not None and not self.rank:
+            raise ValueError("lora.start_from is set and lora.rank is 0: set lora.rank to the adapter's, or merge it")
         return self
 
     @property

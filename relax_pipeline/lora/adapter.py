@@ -19,6 +19,7 @@ from relax_pipeline.types import Adapter, AdapterSpec, WeightsInfo
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+META_FILE = "relax_lora_meta.json"
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -91,4 +92,4 @@ def write_adapter(adapter: Adapter, folder: Path, *, base_model: str, metadata: 
     save_file(tensors, str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps(peft_config(adapter.spec, base_model), indent=2) + "\n")
     meta = {"policy_version": adapter.info.version, "digest": adapter.info.digest, **metadata}
-    (folder / "relax_lora_meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+    (folder / META_FILE).write_text(json.dumps(meta, indent=2) + "\n")

@@ -96,6 +96,10 @@ class RemoteTrainer:
         """See `Trainer.load`."""
         self._all("load", folder)
 
+    def start_from(self, folder: Path) -> None:
+        """See `Trainer.start_from`."""
+        self._all("start_from", folder)
+
     def close(self) -> None:
         """End all ranks' processes."""
         for host in self._hosts:

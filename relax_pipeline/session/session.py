@@ -81,9 +81,10 @@ class TrainingSession:
         """The step the trainer and the data position are at, unless it is saved or the next one has begun."""
 
     def restore(self) -> Restored:
-        """Continue from the newest intact checkpoint, or start from the base.
+        """Continue from the newest intact checkpoint, or start from the base or lora.start_from.
 
         Raises:
+            AdapterError: lora.start_from does not fit.
             CheckpointError: All checkpoints are damaged, or this configuration cannot continue them.
         """
         passed_over: list[str] = []
@@ -101,6 +102,8 @@ class TrainingSession:
             step, self._position = ref.step, DataPosition(manifest.epoch, manifest.offset)
             if self._mirror:
                 self._mirror.send(ref)
+        elif self.config.lora.start_from is not None:
+            self._trainer.start_from(Path(self.config.lora.start_from))
         self.metrics.rewind(step)
         self.samples.rewind(step)
         self._collector = self._make_collector(self._position)

@@ -57,7 +57,7 @@ class Probe:
 
         Raises:
             SyncError: They differ by more than the tolerance; or the engine did not move away from the base as the
-                trainer did; or version 0, whose adapter is zero, is not the engine's base.
+                trainer did; or version 0 is the trainer's base and not the engine's.
         """
         answered, expected = engine.logprobs(self._sequences, version=version), self._expected[version]
         bare = self._engines_bare[info.engine_id, info.incarnation]
@@ -74,8 +74,10 @@ class Probe:
                     f"engine {info.engine_id} does not run version {version}: its probe logprobs made {share:.0%} of "
                     "the trainer's way from the base; the adapter, or a part of it, is not served"
                 )
-            if version == 0 and probe_difference(answered, bare) > self._tolerance / 10:
-                raise SyncError(f"engine {info.engine_id}: version 0 is not the base, though its lora_B is zero")
+            # Unless it starts from an adapter, version 0 is the base.
+            near = self._tolerance / 10
+            if version == 0 and probe_difference(expected, self._bare) <= near < probe_difference(answered, bare):
+                raise SyncError(f"engine {info.engine_id}: version 0 is not the base, though it is the trainer's")
         return difference
 
     def _compute(self, *, adapter_enabled: bool) -> Logprobs:

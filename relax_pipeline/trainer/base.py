@@ -123,6 +123,14 @@ class Trainer(Protocol):
         """
         ...
 
+    def start_from(self, folder: Path) -> None:
+        """Take the values of a PEFT adapter as those of version 0, before the first step.
+
+        Raises:
+            AdapterError: It is unreadable, or of another rank, alpha, base, or set of modules.
+        """
+        ...
+
     def close(self) -> None:
         """Free memory and leave the process group."""
         ...

@@ -18,6 +18,7 @@ from torch import nn
 from relax_pipeline.config import FsdpTrainerConfig, RunConfig
 from relax_pipeline.errors import TrainerError
 from relax_pipeline.lora.adapter import write_adapter
+from relax_pipeline.lora.warm_start import read_warm_start
 from relax_pipeline.models import adapters_disabled, resolve_device
 from relax_pipeline.rl.batching import PaddedBatch, micro_batches, pad_batch, split_for_rank
 from relax_pipeline.rl.logprobs import token_logprobs
@@ -158,6 +159,12 @@ class FsdpTrainer:
         self._updates = load_state(
             folder / "trainer", self._policy.parameters, self._optimizer, frozen=self._saved_base()
         )
+
+    def start_from(self, folder: Path) -> None:
+        """See `Trainer.start_from`."""
+        assert self._policy.spec is not None, "lora.start_from needs an adapter"
+        base = Path(self._config.model.path)
+        self._policy.take(read_warm_start(folder, spec=self._policy.spec, modules=self._policy.modules, base=base))
 
     def close(self) -> None:
         """See `Trainer.close`."""

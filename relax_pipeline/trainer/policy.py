@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from relax_pipeline.config import RunConfig
+from relax_pipeline.errors import AdapterError
 from relax_pipeline.lora.adapter import make_adapter, tensor_digests, tensors_digest
 from relax_pipeline.lora.fold import fold
 from relax_pipeline.lora.names import lora_key
@@ -91,6 +92,22 @@ class Policy:
         assert self.spec is not None, "an adapter was asked for and lora.rank is 0"
         tensors = {n: t.to("cpu", dtype or self._dtype, copy=True) for n, t in self.full_parameters().items()}
         return make_adapter(tensors, spec=self.spec, version=version)
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give the trained parameters other values, by name; every rank is given them whole.
+
+        Raises:
+            AdapterError: A tensor has another shape.
+        """
+        for name, parameter in self.parameters.items():
+            tensor = tensors[name]
+            if tensor.shape != parameter.shape:
+                raise AdapterError(f"{name} is {tuple(tensor.shape)}, this model's is {tuple(parameter.shape)}")
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                tensor = distribute_tensor(tensor.to(parameter.device), mesh, parameter.placements)
+            parameter.copy_(tensor)
 
     def bucket_names(self, buffer_bytes: int) -> list[list[str]]:
         """Split the names of all weights into buckets of at most buffer_bytes; a larger tensor is alone."""

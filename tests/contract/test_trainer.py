@@ -16,7 +16,7 @@ from tiny_run import make_samples, reference_logprobs, run_config, train, with_l
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from relax_pipeline.config import MegatronTrainerConfig, RunConfig
-from relax_pipeline.errors import CheckpointError, ConfigError, TrainerError
+from relax_pipeline.errors import AdapterError, CheckpointError, ConfigError, TrainerError
 from relax_pipeline.lora.adapter import combine_digests, tensors_digest
 from relax_pipeline.lora.fold import fold
 from relax_pipeline.lora.names import lora_key
@@ -448,6 +448,35 @@ def test_tied_weights_train_and_are_exported_together(start: Start, tmp_path: Pa
     model = base(folder)
     model.load_state_dict(tensors)
     assert_logprobs_equal(trainer, model, temperature=1.0, atol=1e-5)
+
+
+# --- Starting from an adapter ---
+
+
+def test_policy_starts_from_an_adapter_that_was_saved(start: Start, config: RunConfig, tmp_path: Path) -> None:
+    trained, trainer = start(config), start(config)
+    train(trained, updates=3)
+    trained.save(tmp_path)
+    trainer.start_from(tmp_path / "adapter")
+    assert trainer.policy_version() == 0
+    assert adapter_of(trainer).info.digest == adapter_of(trained).info.digest
+    samples = make_samples(4)
+    logprobs = (one.logprobs(samples, temperature=1.0) for one in (trainer, trained))
+    for a, b in zip(*logprobs, strict=True):
+        assert np.array_equal(a, b)
+    train(trainer, updates=1)
+    assert adapter_of(trainer).info.digest != adapter_of(trained).info.digest
+
+
+def test_policy_does_not_start_from_an_adapter_on_other_modules(
+    start: Start, config: RunConfig, tiny_model: Path, tmp_path: Path
+) -> None:
+    start(config).save(tmp_path)
+    trainer = start(run_config(tiny_model, lora={"target_modules": ["linear_fc2"]}))
+    with pytest.raises(
+        AdapterError, match=r"adapts other modules than .*: it lacks \[\] and has \['model.layers.0.mlp."
+    ):
+        trainer.start_from(tmp_path / "adapter")
 
 
 # --- Saving and loading ---

@@ -145,6 +145,18 @@ def test_two_ranks_go_on_from_one(pair: RemoteTrainer, single: Trainer, tmp_path
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
+def test_all_ranks_start_from_an_adapter(
+    pair: RemoteTrainer, single: Trainer, config: RunConfig, tmp_path: Path
+) -> None:
+    if not config.lora.enabled:
+        return
+    train(single, updates=2)
+    single.save(tmp_path)
+    pair.start_from(tmp_path / "adapter")
+    assert pair.policy_version() == 0
+    assert_same_logprobs(pair, single)
+
+
 def test_portable_adapter_is_whole(pair: RemoteTrainer, config: RunConfig, tmp_path: Path) -> None:
     train(pair, updates=1)
     pair.save(tmp_path)

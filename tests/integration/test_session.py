@@ -322,6 +322,22 @@ def test_new_run_starts_from_the_base(start: Callable[..., Run]) -> None:
     assert (restored.step, restored.policy_version, restored.checkpoint, restored.passed_over) == (0, 0, None, ())
 
 
+def test_new_run_starts_from_an_adapter_and_a_resumed_one_does_not(start: Callable[..., Run], tmp_path: Path) -> None:
+    source = start(place="source")
+    source.steps(1, 2)
+    source.trainer.save(tmp_path / "source-state")
+    lora = {"start_from": str(tmp_path / "source-state" / "adapter")}
+    run = start(lora=lora)
+    assert run.digest() == source.digest()
+    assert run.session.sync().version == 0  # the engine's version 0 is not its base
+    run.steps(1, 1)
+    run.session.save(1)
+    run.session.close()
+    resumed = start(lora=lora)
+    assert resumed.trainer.policy_version() == 1
+    assert resumed.digest() == run.digest()
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_resumed_run_draws_the_prompts_that_are_left(start: Callable[..., Run], staleness: int) -> None:
     straight, stopped = (start(place=place, rollout={"staleness": staleness}, steps=6) for place in ("a", "b"))

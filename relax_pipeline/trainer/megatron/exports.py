@@ -15,6 +15,7 @@ from relax_pipeline.lora.fold import fold
 from relax_pipeline.lora.gates import adapted_gates
 from relax_pipeline.lora.names import adapted_modules, lora_key
 from relax_pipeline.lora.norms import delta_norms
+from relax_pipeline.lora.warm_start import read_warm_start
 from relax_pipeline.safetensors_io.identity import model_digest
 from relax_pipeline.trainer.base import Bucket, Payload, TrainerInfo
 from relax_pipeline.trainer.megatron.model import Model
@@ -121,6 +122,16 @@ class Exports:
         content = {name: tensors[name] for name in names if name in tensors}
         digests = tensor_digests(content)
         return Bucket(digests, sum(tensor.nbytes for tensor in content.values()), num_unmoved, num_folded, content)
+
+    def read_warm_start(self, folder: Path) -> dict[str, torch.Tensor]:
+        """Return, on all ranks, the adapter in a folder that rank 0 sees.
+
+        Raises:
+            AdapterError: As `read_warm_start`, on all ranks.
+        """
+        spec, base = self._spec, Path(self._config.model.path)
+        assert spec is not None, "lora.start_from needs an adapter"
+        return self._ranks.on_first(lambda: read_warm_start(folder, spec=spec, modules=self.info.modules, base=base))
 
     def norms(self, version: int) -> dict[str, float]:
         """Return the Frobenius norm of the delta per leaf name."""

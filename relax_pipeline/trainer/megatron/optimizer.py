@@ -79,20 +79,26 @@ class MasterOptimizer:
 
     @contextmanager
     def masters_in(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
-        """Let the model hold the masters themselves inside this block, for exports that nothing has rounded.
+        """Let the model hold the masters themselves inside this block, for exports that nothing has rounded."""
+        with self.held_in(chunks, self.masters):
+            yield
+
+    @contextmanager
+    def held_in(self, chunks: Sequence[nn.Module], others: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Let the model hold others in place of its parameters, by the parameters' names, inside this block.
 
         The parameters are exchanged whole: another dtype under the same parameter would lose Megatron's hooks on it.
         """
-        masters = {parameter: self.masters[name] for name, parameter in self.parameters.items()}
+        replacements = {parameter: others[name] for name, parameter in self.parameters.items()}
         slots = [
             (module, leaf, parameter)
             for chunk in chunks
             for module in chunk.modules()
             for leaf, parameter in module.named_parameters(recurse=False)
-            if parameter in masters
+            if parameter in replacements
         ]
         for module, leaf, parameter in slots:
-            setattr(module, leaf, masters[parameter])
+            setattr(module, leaf, replacements[parameter])
         try:
             yield
         finally:

@@ -32,10 +32,17 @@ def adapter_tensors(model: Model, *, keep: bool) -> dict[str, torch.Tensor]:
     A fused module's lora_A appears under each of the HF modules it stands for.
     """
     tensors = {}
-    for weight in model.bridge.export_adapter_weights(model.chunks, cpu=False, show_progress=False):
+    for name, tensor in each_adapter_tensor(model):
         if keep:
-            tensors[f"{PEFT_PREFIX}{weight.param_name}"] = weight.weight.detach().to("cpu", copy=True)
+            tensors[name] = tensor.to("cpu", copy=True)
     return tensors
+
+
+@torch.no_grad()
+def each_adapter_tensor(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the whole adapter by HF-PEFT name, on the device, maybe the model's own; all ranks together."""
+    for weight in model.bridge.export_adapter_weights(model.chunks, cpu=False, show_progress=False):
+        yield f"{PEFT_PREFIX}{weight.param_name}", weight.weight.detach()
 
 
 class WeightStream:

@@ -27,6 +27,7 @@ from relax_pipeline.trainer.megatron.parallel import join, leave
 from relax_pipeline.trainer.megatron.patches import runnable
 from relax_pipeline.trainer.megatron.provider import uses_transformer_engine
 from relax_pipeline.trainer.megatron.state import load_state, save_state
+from relax_pipeline.trainer.megatron.warm_start import load_adapter
 from relax_pipeline.trainer.schedule import learning_rate
 from relax_pipeline.types import TrainingSample
 
@@ -150,6 +151,12 @@ class MegatronTrainer:
                 self._ranks,
                 frozen={} if self._config.saves_lora_only else self._model.frozen(),
             )
+        self._exports.forget()
+
+    def start_from(self, folder: Path) -> None:
+        """See `Trainer.start_from`."""
+        with self._machine():
+            load_adapter(self._exports.read_warm_start(folder), self._model, self._optimizer, self._ranks)
         self._exports.forget()
 
     def close(self) -> None:
