@@ -19,6 +19,7 @@ from relax_pipeline.data.dataset import PromptDataset
 from relax_pipeline.data.prompts import load_rows
 from relax_pipeline.errors import ConfigError, RelaxError
 from relax_pipeline.inputs import check_backends, check_model_folder, load_tokenizer, run_folder, run_identity
+from relax_pipeline.lora.adapter import CONFIG_FILE
 from relax_pipeline.metrics.text import bytes_text
 from relax_pipeline.rewards.build import build_scorer
 from relax_pipeline.sizes import ModelSizes, measure_model
@@ -114,9 +115,14 @@ def _config_warnings(config: RunConfig) -> list[str]:
 
 
 def _check_trainer(config: RunConfig) -> None:
-    """Refuse a model or a layout that the trainer cannot do."""
+    """Refuse a model or a layout that the trainer cannot do, or an adapter to start from that is not there."""
     check_model_folder(config)
     check_model(config, json.loads((Path(config.model.path) / "config.json").read_text()))
+    if config.lora.start_from and not (Path(config.lora.start_from) / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"lora.start_from: {config.lora.start_from} holds no {CONFIG_FILE}; give a PEFT folder, or the adapter/ "
+            "folder of a checkpoint"
+        )
 
 
 def _read_prompts(config: RunConfig) -> PromptFacts:

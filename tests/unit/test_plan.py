@@ -192,6 +192,7 @@ def test_validation_warnings_are_listed(values: dict[str, Any]) -> None:
             {"sync": {"mode": "adapter", "transport": "nccl"}, "cluster": {"colocate": True}},
             "sync.transport 'nccl' passes between GPUs, and cluster.colocate shares them: use ipc",
         ),
+        ({"lora": {"start_from": "/nowhere"}}, "lora.start_from: /nowhere holds no adapter_config.json"),
         ({"lora": {"target_modules": ["out_proj"]}}, "'out_proj' (out_proj) matches no linear module"),
         ({"rewards": {"scorers": [{"kind": "exakt"}]}}, "unknown scorer 'exakt'; did you mean exact?"),
         ({"data": {"train": {"path": "/nowhere.jsonl"}}}, "no prompts at /nowhere.jsonl"),
