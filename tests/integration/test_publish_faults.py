@@ -233,7 +233,7 @@ def test_expired_credentials_say_so(lab: Lab) -> None:
 
 
 def test_of_two_publishers_one_wins_and_the_other_says_so(lab: Lab) -> None:
-    both_at_the_manifest = threading.Barrier(2, timeout=20)
+    both_at_the_manifest = threading.Barrier(2, timeout=120)
 
     def meet(call: Call) -> Fault | None:
         if call.method == "PUT" and call.path.endswith("manifest.json"):
