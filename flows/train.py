@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from prefect import flow
+from prefect import State, flow
 from prefect.logging import get_run_logger
 
 from flows.cancelling import save_if_cancelled
 from flows.giving_up import give_up_on_user_errors
+from flows.pausing import agreed, pause
 from flows.progress import StepProgress
 from relax_pipeline.config import RunConfig
 from relax_pipeline.metrics.report import write_report
+from relax_pipeline.session.pause import take_request
 from tasks import training
 from tasks.watching import Watch
+
+if TYPE_CHECKING:
+    from relax_pipeline.session.session import TrainingSession
 
 
 @flow(
@@ -25,44 +30,56 @@ from tasks.watching import Watch
     persist_result=False,
     validate_parameters=True,
 )
-def train_policy(config: RunConfig) -> dict[str, Any]:
+def train_policy(config: RunConfig) -> dict[str, Any] | State[Any]:
     """Train a LoRA policy and return where its files are.
 
     Retried by itself after a failure of trainer or engines; a wrong setting is not retried.
     """
-    # Loads torch, which whoever only deploys this flow, or calls its hooks, need not.
+    # These load torch, which whoever only deploys this flow, or calls its hooks, need not.
     from relax_pipeline.build import open_session  # noqa: PLC0415
+    from relax_pipeline.inputs import run_folder  # noqa: PLC0415
 
-    log = get_run_logger()
+    log, folder = get_run_logger(), run_folder(config)
+    paused = False
     with ExitStack() as stack:
         stack.enter_context(give_up_on_user_errors())
+        config = agreed(config, folder)
         session = stack.enter_context(open_session(config))
         restored = training.restore(session)
-        first = restored["step"] + 1
-        log.info("step %d of %d, from %s", restored["step"], config.steps, restored["checkpoint"] or "the base")
+        step = restored["step"]
+        log.info("step %d of %d, from %s", step, config.steps, restored["checkpoint"] or "the base")
         for problem in restored["passed_over"]:
             log.warning("a damaged checkpoint was passed over: %s", problem)
         stack.enter_context(save_if_cancelled(session))
-        watch = Watch(session, step=restored["step"])
+        watch = Watch(session, step=step)
         stack.callback(watch.close)
-        progress = stack.enter_context(StepProgress(config, step=restored["step"]))
-        training.sync(session, restored["step"])
-        if first == 1 and config.evaluation:
+        progress = stack.enter_context(StepProgress(config, step=step))
+        training.sync(session, step)
+        if step == 0 and config.evaluation:
             training.evaluate(session, 0)
             watch.step(0, session.finish_step(0))
-        for step in range(first, config.steps + 1):
-            training.rollout(session, step)
-            training.reward(session, step)
-            training.train(session, step)
-            training.sync(session, step)
-            if config.evaluates_at(step):
-                training.evaluate(session, step)
-            row = session.finish_step(step)
+        while step < config.steps and not paused:
+            step += 1
+            row = _train_step(session, step)
             progress.finish(step, row)
             watch.step(step, row)
-            if config.saves_at(step):
+            paused = take_request(folder) and step < config.steps
+            if paused or config.saves_at(step):
                 training.save(session, step)
-        session.check_learned()
+        if not paused:
+            session.check_learned()
         training.send(session)
-    report = write_report(session.run_folder)
-    return {"run_folder": str(session.run_folder), "step": config.steps, "report": str(report)}
+    if paused:
+        return pause(config, folder, step)
+    return {"run_folder": str(folder), "step": step, "report": str(write_report(folder))}
+
+
+def _train_step(session: TrainingSession, step: int) -> dict[str, float]:
+    """Take one step from prompts to engines that run the new policy; return its row."""
+    training.rollout(session, step)
+    training.reward(session, step)
+    training.train(session, step)
+    training.sync(session, step)
+    if session.config.evaluates_at(step):
+        training.evaluate(session, step)
+    return session.finish_step(step)

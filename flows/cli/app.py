@@ -23,6 +23,7 @@ app = App(
     """,
 )
 app.command(training.train)
+app.command(training.pause)
 app.command(submit.submit)
 app.command(training.plan)
 app.command(training.report)

@@ -1,4 +1,4 @@
-"""`relax-pipeline train`, `plan` and `report`."""
+"""`relax-pipeline train`, `pause`, `plan` and `report`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -64,7 +64,11 @@ def _train_and_publish(run: RunConfig) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     with prefect_server() as url:
         console.print(f"run [bold]{run.run_name}[/], watched at {url.removesuffix('/api')}")
-        result = train_policy(run)
+        state = train_policy(run, return_state=True)
+        if state.name == "Paused":
+            console.print(state.message)
+            return
+        result: Any = state.result()
         console.print(f"report: {result['report']}")
         if run.publish.enabled:
             model = merge_and_publish(run.run_name, output_dir=run.output_dir)
@@ -91,6 +95,23 @@ def plan(config: Path, *, overrides: Overrides = None) -> None:
     console.print(table)
     console.print_json(run.model_dump_json())
     made.raise_if_refused()
+
+
+def pause(run_folder: Path) -> None:
+    """Ask a run to save a checkpoint after the step it is at, free its GPUs, and wait.
+
+    A flow run of a deployment is suspended until Resume in the UI, which asks what is to change; one started by hand
+    ends, and `relax-pipeline train` goes on with it.
+
+    Parameters
+    ----------
+    run_folder
+        Folder of the run, e.g. runs/NAME.
+    """
+    from relax_pipeline.session.pause import request_pause  # noqa: PLC0415
+
+    request_pause(run_folder)
+    Console(stderr=True, soft_wrap=True).print(f"{run_folder.resolve().name} pauses after the step it is at")
 
 
 def report(run_folder: Path) -> None:

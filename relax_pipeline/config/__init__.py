@@ -14,7 +14,7 @@ from relax_pipeline.config.data import (
     ScorerConfig,
 )
 from relax_pipeline.config.engine import EngineConfig, HfEngineConfig, SglangEngineConfig, VllmEngineConfig
-from relax_pipeline.config.loading import load_config
+from relax_pipeline.config.loading import check_config, load_config
 from relax_pipeline.config.model import LoraConfig, ModelConfig, expand_target_modules
 from relax_pipeline.config.run import RunConfig
 from relax_pipeline.config.storage import CheckpointConfig, PublishConfig, TrackingConfig
@@ -46,6 +46,7 @@ __all__ = [
     "TrackingConfig",
     "TrainerConfig",
     "VllmEngineConfig",
+    "check_config",
     "expand_target_modules",
     "load_config",
 ]

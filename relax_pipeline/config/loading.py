@@ -38,10 +38,23 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     _resolve_paths(values, file.resolve().parent)
     for override in overrides:
         _apply(values, override)
+    return check_config(values, source=str(file))
+
+
+def check_config(values: dict[str, Any], *, source: str) -> RunConfig:
+    """Turn settings into a run configuration.
+
+    Args:
+        values: Sections and settings.
+        source: Where they are from, for the message.
+
+    Raises:
+        ConfigError: A setting is unknown or wrong; all problems at once.
+    """
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_explain(error, file)) from None
+        raise ConfigError(_explain(error, source)) from None
 
 
 def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
@@ -69,7 +82,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r}: the value is not YAML: {error}") from error
 
 
-def _explain(error: ValidationError, file: Path) -> str:
+def _explain(error: ValidationError, source: str) -> str:
     """Write pydantic's findings as one line each: key, problem, what was found, what to write."""
     lines = []
     for problem in error.errors():
@@ -86,7 +99,7 @@ def _explain(error: ValidationError, file: Path) -> str:
         elif problem["type"] != "value_error":
             message = f"{message[0].lower()}{message[1:]}, got {problem['input']!r}"
         lines.append(f"  {key}: {message}" if key else f"  {message}")
-    return f"{file}: {len(lines)} problem{'s' * (len(lines) > 1)}\n" + "\n".join(lines)
+    return f"{source}: {len(lines)} problem{'s' * (len(lines) > 1)}\n" + "\n".join(lines)
 
 
 def _locate(location: tuple[int | str, ...]) -> tuple[str, list[type[BaseModel]]]:

@@ -20,6 +20,7 @@ from relax_pipeline.metrics.log import StepLog
 from relax_pipeline.session.collect import Collector, Sampler
 from relax_pipeline.session.evaluate import Evaluation, answer_held_out
 from relax_pipeline.session.learn import learn, rollout_metrics
+from relax_pipeline.session.pause import read_changes
 from relax_pipeline.sync.report import SyncReport
 from relax_pipeline.sync.sync import WeightSync
 from relax_pipeline.trainer.base import Trainer
@@ -107,7 +108,8 @@ class TrainingSession:
         self.metrics.rewind(step)
         self.samples.rewind(step)
         self._collector = self._make_collector(self._position)
-        self._attempts.append(step, {"started": datetime.now(UTC).isoformat(sep=" ", timespec="seconds")})
+        started = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
+        self._attempts.append(step, {"started": started, "changes": read_changes(self.run_folder)})
         path = ref.path if ref else None
         return Restored(step, self._trainer.policy_version(), path, tuple(passed_over))
 

@@ -17,6 +17,7 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.responses import SetStateStatus
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 from prefect.states import Scheduled
 
@@ -91,6 +92,21 @@ class Platform:
         with self.client() as client:
             state = client.read_flow_run(flow_run_id).state
         return state.name if state else "none"
+
+    def resume(self, flow_run_id: UUID, form: dict[str, Any]) -> None:
+        """Send the form of a suspended run."""
+        with self.client() as client:
+            answer = client.resume_flow_run(flow_run_id, run_input=form)
+        assert answer.status == SetStateStatus.ACCEPT, answer
+
+    def form_text(self, flow_run_id: UUID) -> str:
+        """Return what a suspended run says over its form; empty while it is not suspended."""
+        with self.client() as client:
+            state = client.read_flow_run(flow_run_id).state
+            if state is None or not state.is_paused() or not (keys := state.state_details.run_input_keyset):
+                return ""
+            found = client.filter_flow_run_input(flow_run_id, keys["description"], limit=1, exclude_keys=set())
+        return str(found[0].value) if found else ""
 
     def wait_until(self, flow_run_id: UUID, state: str, *, seconds: float) -> None:
         wait_for(lambda: self.state(flow_run_id) == state, f"the run to be {state}", seconds=seconds, log=self.log)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from relax_pipeline.checkpoint.store import CheckpointStore, verify
-from relax_pipeline.metrics.log import StepLog
+from relax_pipeline.metrics.log import StepLog, series
 from relax_pipeline.publish.published import verify_published
 from tests.integration.prefect_platform import Platform, processes_of, read_processes, wait_for
 
@@ -64,6 +65,33 @@ def test_cancelling_leaves_no_process_and_an_intact_checkpoint(platform: Platfor
     assert processes_of(flow_run_id) == []
     print(f"cancelled after {time.monotonic() - started:.1f} s")
     verify(CheckpointStore(run / "checkpoints").committed()[-1])
+
+
+def test_a_paused_run_goes_on_with_what_its_form_says(platform: Platform, run_values: dict[str, Any]) -> None:
+    run = Path(run_values["output_dir"]) / "paused"
+    whole = {"run_name": "paused", "steps": 100_000, "evaluation": None, "checkpoint": {"every": 1000}}
+    flow_run_id = platform.run(run_values | whole)
+    wait_for_step(platform, run, 2, attempts=1)
+    platform.command(sys.executable, "-m", "flows.cli", "pause", str(run))
+    platform.wait_until(flow_run_id, "Suspended", seconds=30)
+    wait_for(lambda: processes_of(flow_run_id) == [], "its processes to end", seconds=30)
+    step = last_step(run)
+    assert [ref.step for ref in CheckpointStore(run / "checkpoints").committed()] == [step]
+
+    platform.resume(flow_run_id, {"learning_rate": 0})
+    wait_for(lambda: "Refused" in platform.form_text(flow_run_id), "the form again", seconds=120, log=platform.log)
+    assert "optimizer.learning_rate: input should be greater than 0, got 0" in platform.form_text(flow_run_id)
+    platform.wait_until(flow_run_id, "Suspended", seconds=30)
+
+    platform.resume(flow_run_id, {"learning_rate": 0.002, "steps": step + 3})
+    platform.wait_until(flow_run_id, "Completed", seconds=180)
+    assert last_step(run) == step + 3
+    rates = series(StepLog(run / "metrics.jsonl").rows(), "train/learning_rate")
+    assert {(done > step, rate) for done, rate in rates} == {(False, 0.01), (True, 0.002)}
+    assert StepLog(run / "attempts.jsonl").rows()[-1]["changes"] == {
+        "optimizer.learning_rate": {"given": 0.01, "chosen": 0.002},
+        "steps": {"given": 100_000, "chosen": step + 3},
+    }
 
 
 def test_from_a_schedule_to_a_verified_model_and_through_every_kill(

@@ -17,6 +17,7 @@ import pytest
 
 from relax_pipeline.checkpoint.store import CheckpointStore
 from relax_pipeline.metrics.log import StepLog
+from relax_pipeline.session.pause import request_pause
 
 pytestmark = [pytest.mark.prefect, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -151,6 +152,20 @@ def assert_same_logits(model: Path, base: Path, run: Path) -> None:
         merged = AutoModelForCausalLM.from_pretrained(model)(ids).logits
         adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)(ids).logits
     assert (merged - adapted).abs().max() < 1e-4
+
+
+def test_a_paused_run_started_by_hand_ends_and_says_how_to_go_on(
+    prefect_api: str, run_values: dict[str, Any], command: Start
+) -> None:
+    run = Path(run_values["output_dir"]) / "tiny"
+    process = command("train", run_values | {"steps": 100_000, "evaluation": None, "checkpoint": {"every": 1000}})
+    wait_for_step(run, 1, process)
+    request_pause(run)
+    output = wait(process)
+    step = CheckpointStore(run / "checkpoints").committed()[-1].step
+    assert StepLog(run / "metrics.jsonl").tail(1)[0]["step"] == step
+    assert f"tiny is paused after step {step} of 100000; start it again to go on" in output
+    assert "report: " not in output
 
 
 def test_another_rank_or_base_is_refused_at_resume(
