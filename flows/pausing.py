@@ -17,6 +17,7 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled
 from pydantic import BaseModel
 
+from relax_pipeline.checkpoint.lock import run_lock
 from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import ConfigError
 from relax_pipeline.session.pause import apply_changes, change_config
@@ -48,7 +49,15 @@ def agreed(config: RunConfig, run_folder: Path) -> RunConfig:
     """Return the configuration that holds: as given, with what was changed at pauses.
 
     If this flow run is paused, what its form brought is taken in; if that is refused, the flow run is suspended again.
+
+    Raises:
+        RunLockedError: Another process trains this run: what it goes by is left alone.
     """
+    with run_lock(run_folder):
+        return _agreed(config, run_folder)
+
+
+def _agreed(config: RunConfig, run_folder: Path) -> RunConfig:
     config = apply_changes(config, run_folder)
     file = run_folder / _PAUSED_FILE
     paused = _Paused.model_validate_json(file.read_text()) if file.exists() else None
