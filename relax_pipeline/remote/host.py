@@ -86,6 +86,7 @@ class Host:
             concurrency: Calls that may run at once, each in a thread; the object must allow it.
         """
         self._name, self._error = name, error
+        self._require_cluster()
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0, "max_task_retries": 0}
         options["max_concurrency"] = concurrency
         if guest_of is not None:
@@ -100,10 +101,12 @@ class Host:
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Start a call; its result is got with `result`."""
+        self._require_cluster()
         return self._actor.call.remote(method, *args, **kwargs)
 
     def submit_split(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Start a call whose result has a `content`; the second handle may be passed to another host unopened."""
+        self._require_cluster()
         small, content = self._actor.split.options(num_returns=2).remote(method, *args, **kwargs)
         return small, content
 
@@ -114,6 +117,7 @@ class Host:
             RelaxError: What the object raised; or this host's error if the process died or missed the deadline, in
                 which case it is killed.
         """
+        self._require_cluster()
         try:
             return ray.get(reference, timeout=timeout)
         except GetTimeoutError as error:
@@ -140,9 +144,14 @@ class Host:
         place: Place = self.result(self._place, timeout=timeout)
         return place
 
+    def _require_cluster(self) -> None:
+        if not ray.is_initialized():
+            raise self._error(f"{self._name}: the run is over, and its Ray is gone")
+
     def kill(self) -> None:
-        """End the process at once."""
-        ray.kill(self._actor)
+        """End the process at once, if its cluster has not gone already and taken it along."""
+        if ray.is_initialized():
+            ray.kill(self._actor)
 
 
 def put(value: Any) -> Any:

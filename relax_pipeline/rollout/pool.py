@@ -51,6 +51,7 @@ class EnginePool:
         self._gate = threading.Condition()
         self._in_flight = 0
         self._closed_gate = False
+        self._closed = False
 
     def ready(self) -> list[Slot]:
         """Return the slots whose engine may serve."""
@@ -71,6 +72,7 @@ class EnginePool:
 
     def replace_lost(self) -> None:
         """Start new engines, side by side, in the slots that lost theirs and have restarts left."""
+        self._refuse_if_closed()
         lost = [s for s in self.slots if s.failure not in (None, NOT_SYNCED) and s.restarts_left > 0]
         for slot in lost:
             slot.restarts_left -= 1
@@ -94,12 +96,13 @@ class EnginePool:
             heal: Called when no engine is left; brings at least one back, or raises.
 
         Raises:
-            EngineError: No engine could be brought back.
+            EngineError: No engine could be brought back, or the pool is closed.
         """
         size = min(self._chunk_size, -(-len(requests) // len(self.slots)))
         chunks = [requests[start : start + size] for start in range(0, len(requests), size)]
         results: dict[int, list[Completion]] = {}
         while len(results) < len(chunks):
+            self._refuse_if_closed()
             if not self.ready():
                 heal()
             todo: SimpleQueue[int] = SimpleQueue()
@@ -142,9 +145,14 @@ class EnginePool:
                 self._each("wake")
 
     def close(self) -> None:
-        """Stop all engines."""
+        """Stop all engines, for good: what is being generated fails."""
+        self._closed = True
         for slot in self.slots:
             slot.engine.close()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise EngineError("the engines were stopped: the run is being closed")
 
     def _each(self, method: Literal["sleep", "wake"]) -> None:
         """Call all engines that serve; one that fails is taken out of service."""

@@ -93,3 +93,14 @@ def test_failure_of_an_engine_that_is_already_replaced_is_not_the_new_one_s(
     begun.wait(20)
     rollout.join(30)
     assert pool.slots[0].failure is None
+
+
+def test_a_closed_pool_brings_no_engine_back(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Meeting, "together", threading.Barrier(1))
+    pool = make_pool(tiny_model, replicas=1, streams=1)
+    pool.close()
+    pool.quarantine(pool.slots[0], "stopped")
+    with pytest.raises(EngineError, match=r"^the engines were stopped: the run is being closed$"):
+        pool.generate(REQUESTS, version=0, heal=pytest.fail)
+    with pytest.raises(EngineError, match=r"^the engines were stopped: the run is being closed$"):
+        pool.replace_lost()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hosted import Misbehaving
@@ -54,6 +57,44 @@ def test_a_guest_runs_on_its_hosts_node_and_gpus(start: Callable[..., Host]) -> 
         assert guest.place(timeout=30).node_id == place.node_id
     finally:
         guest.kill()
+
+
+LATE = """
+import ray
+from relax_pipeline.config import ClusterConfig
+from relax_pipeline.errors import EngineError
+from relax_pipeline.remote.cluster import ray_cluster
+from relax_pipeline.remote.host import Host
+from hosted import Misbehaving
+
+with ray_cluster(ClusterConfig(num_cpus=1, num_gpus=0), namespace="late"):
+    host = Host(Misbehaving, name="engine 3", error=EngineError)
+    pending = host.submit("echo", 5)
+    assert host.result(pending, timeout=60) == 5
+for late in (
+    lambda: host.call("echo", 5, timeout=5),
+    lambda: host.result(pending, timeout=5),
+    lambda: Host(Misbehaving, name="engine 3", error=EngineError),
+):
+    try:
+        late()
+    except EngineError as error:
+        assert str(error) == "engine 3: the run is over, and its Ray is gone"
+    else:
+        raise AssertionError("a late call was answered")
+host.kill()
+try:
+    ray.put(1)
+except Exception as error:
+    assert not isinstance(error, AssertionError)
+assert not ray.is_initialized()
+"""
+
+
+def test_a_late_call_starts_no_ray_of_its_own() -> None:
+    tests = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
+    subprocess.run([sys.executable, "-c", LATE], check=True, timeout=120, env=environment)
 
 
 def test_own_errors_arrive_as_themselves(start: Callable[..., Host]) -> None:
