@@ -29,6 +29,7 @@ from relax_pipeline.trainer.base import Bucket, Payload, RankLayout, TrainerInfo
 from relax_pipeline.trainer.fsdp_state import load_state, save_state
 from relax_pipeline.trainer.policy import Policy, full_tensor
 from relax_pipeline.trainer.schedule import learning_rate
+from relax_pipeline.trainer.totals import trained_totals
 from relax_pipeline.types import TrainingSample
 
 
@@ -88,10 +89,7 @@ class FsdpTrainer:
 
     def forward_backward(self, samples: Sequence[TrainingSample], *, temperature: float) -> dict[str, float]:
         """See `Trainer.forward_backward`."""
-        token_total = sum(int(sample.loss_mask.sum()) for sample in samples)
-        sequence_total = sum(bool(sample.loss_mask.any()) for sample in samples)
-        if token_total == 0:
-            raise TrainerError(f"none of the {len(samples)} samples has a token to train on")
+        token_total, sequence_total = trained_totals(samples)
         self._policy.model.train()
         torch.manual_seed(derive_seed(self._config.seed, "dropout", self._updates, self._layout.rank))
         metrics: ObjectiveMetrics | None = None

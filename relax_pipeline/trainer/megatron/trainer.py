@@ -29,6 +29,7 @@ from relax_pipeline.trainer.megatron.provider import uses_transformer_engine
 from relax_pipeline.trainer.megatron.state import load_state, save_state
 from relax_pipeline.trainer.megatron.warm_start import load_adapter
 from relax_pipeline.trainer.schedule import learning_rate
+from relax_pipeline.trainer.totals import trained_totals
 from relax_pipeline.types import TrainingSample
 
 
@@ -73,10 +74,7 @@ class MegatronTrainer:
 
     def forward_backward(self, samples: Sequence[TrainingSample], *, temperature: float) -> dict[str, float]:
         """See `Trainer.forward_backward`."""
-        token_total = sum(int(sample.loss_mask.sum()) for sample in samples)
-        sequence_total = sum(bool(sample.loss_mask.any()) for sample in samples)
-        if token_total == 0:
-            raise TrainerError(f"none of the {len(samples)} samples has a token to train on")
+        token_total, sequence_total = trained_totals(samples)
         with self._machine():
             batches = [batch.packed for batch in self._batches(samples)]
             if self._config.algorithm.kl_coef > 0:
