@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from relax_pipeline.config import RunConfig
 from relax_pipeline.lora.adapter import make_adapter
 from relax_pipeline.trainer.base import Trainer
-from relax_pipeline.types import Adapter, AdapterSpec, TrainingSample
+from relax_pipeline.types import Adapter, AdapterSpec, Completion, GenerateRequest, TrainingSample
 
 VOCABULARY = 80
 
@@ -66,6 +66,23 @@ def train(trainer: Trainer, *, updates: int, first: int = 0, count: int = 5) -> 
         loss = trainer.forward_backward(make_samples(count, seed=update), temperature=1.0)
         metrics.append(loss | trainer.optim_step())
     return metrics
+
+
+def assert_drawn_from(
+    model: PreTrainedModel, batch: Sequence[GenerateRequest], completions: Sequence[Completion], *, tolerance: float
+) -> None:
+    """Each completion's rollout_logprobs are those of a teacher-forced pass at the sampling temperature."""
+    for request, completion in zip(batch, completions, strict=True):
+        sample = TrainingSample(
+            prompt_ids=np.array(request.token_ids),
+            completion_ids=completion.token_ids,
+            loss_mask=np.ones(len(completion.token_ids), dtype=bool),
+            rollout_logprobs=completion.rollout_logprobs,
+            advantage=0.0,
+            policy_version=completion.policy_version,
+        )
+        expected = reference_logprobs(model, sample, temperature=request.sampling.temperature or 1.0)
+        np.testing.assert_allclose(completion.rollout_logprobs, expected, rtol=0, atol=tolerance)
 
 
 def reference_logprobs(model: PreTrainedModel, sample: TrainingSample, *, temperature: float) -> np.ndarray:

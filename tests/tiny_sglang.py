@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiny_run
 import torch
-from tiny_run import random_adapter, reference_logprobs, run_config
+from tiny_run import random_adapter, run_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from relax_pipeline.config import RunConfig
-from relax_pipeline.types import Adapter, Completion, GenerateRequest, SamplingParams, TrainingSample
+from relax_pipeline.types import Adapter, Completion, GenerateRequest, SamplingParams
 
 SHAPES = {
     f"model.layers.{layer}.{parent}": shape
@@ -30,6 +32,7 @@ SHAPES = {
 """(out, in) of the tiny model's linear modules."""
 LEAVES = tuple(sorted({module.rpartition(".")[2] for module in SHAPES}))
 TOLERANCE = 1e-4
+assert_drawn_from = partial(tiny_run.assert_drawn_from, tolerance=TOLERANCE)
 
 
 def sglang_config(folder: Path, output: Path, **sections: Any) -> RunConfig:
@@ -77,23 +80,6 @@ def requests(count: int, *, seed: int = 0, **sampling: Any) -> list[GenerateRequ
 def tokens(completions: Sequence[Completion]) -> list[list[int]]:
     """What was sampled."""
     return [completion.token_ids.tolist() for completion in completions]
-
-
-def assert_drawn_from(
-    model: PreTrainedModel, batch: Sequence[GenerateRequest], completions: Sequence[Completion]
-) -> None:
-    """Each completion's rollout_logprobs are those of a teacher-forced pass at the sampling temperature."""
-    for request, completion in zip(batch, completions, strict=True):
-        sample = TrainingSample(
-            prompt_ids=np.array(request.token_ids),
-            completion_ids=completion.token_ids,
-            loss_mask=np.ones(len(completion.token_ids), dtype=bool),
-            rollout_logprobs=completion.rollout_logprobs,
-            advantage=0.0,
-            policy_version=0,
-        )
-        expected = reference_logprobs(model, sample, temperature=request.sampling.temperature or 1.0)
-        np.testing.assert_allclose(completion.rollout_logprobs, expected, rtol=0, atol=TOLERANCE)
 
 
 def without(tensors: Mapping[str, torch.Tensor], *parts: str) -> dict[str, torch.Tensor]:
