@@ -179,7 +179,7 @@ class WeightsInfo:
 
     version: int
     digest: str
-    """sha256 over names, dtypes, shapes and bytes."""
+    """`lora.fingerprint` of the tensors."""
     modules: tuple[str, ...]
     """Names of the adapted modules; of all tensors where the weights are a whole model."""
     num_bytes: int

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from relax_pipeline.errors import AdapterError
+from relax_pipeline.lora.fingerprint import combine_digests, fingerprints
 from relax_pipeline.lora.names import adapted_modules, lora_key
 from relax_pipeline.types import Adapter, AdapterSpec, WeightsInfo
 
@@ -29,20 +30,10 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return each tensor's digest, computed side by side: hashing lets other threads run."""
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        return dict(zip(tensors, threads.map(tensor_digest, tensors.values()), strict=True))
-
-
-def combine_digests(digests: Mapping[str, str]) -> str:
-    """Return the sha256 over names and their tensors' digests, in name order: parts may be computed apart."""
-    return hashlib.sha256("".join(f"{name}|{digests[name]}|" for name in sorted(digests)).encode()).hexdigest()
-
-
 def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the sha256 over names, dtypes, shapes and bytes, in name order."""
-    return combine_digests(tensor_digests(tensors))
+    """Return the sha256 over names, dtypes, shapes and bytes, in name order; for what is kept in files."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # hashing lets other threads run
+        return combine_digests(dict(zip(tensors, threads.map(tensor_digest, tensors.values()), strict=True)))
 
 
 def make_adapter(tensors: dict[str, torch.Tensor], *, spec: AdapterSpec, version: int) -> Adapter:
@@ -63,11 +54,13 @@ def make_adapter(tensors: dict[str, torch.Tensor], *, spec: AdapterSpec, version
         ranks = tensors[lora_key(module, "A")].shape[-2], tensors[lora_key(module, "B")].shape[-1]
         if ranks != (spec.rank, spec.rank):
             raise AdapterError(f"{module}: lora_A and lora_B have rank {ranks}, the adapter's rank is {spec.rank}")
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise AdapterError(f"{name} holds NaN or infinity: the policy has diverged; lower optimizer.learning_rate")
+    found = fingerprints(tensors)
+    if found.not_finite:
+        raise AdapterError(
+            f"{found.not_finite[0]} holds NaN or infinity: the policy has diverged; lower optimizer.learning_rate"
+        )
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    return Adapter(WeightsInfo(version, tensors_digest(tensors), modules, num_bytes), spec, tensors)
+    return Adapter(WeightsInfo(version, combine_digests(found.digests), modules, num_bytes), spec, tensors)
 
 
 def peft_config(spec: AdapterSpec, base_model: str) -> dict[str, Any]:
@@ -91,5 +84,5 @@ def write_adapter(adapter: Adapter, folder: Path, *, base_model: str, metadata: 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
     save_file(tensors, str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps(peft_config(adapter.spec, base_model), indent=2) + "\n")
-    meta = {"policy_version": adapter.info.version, "digest": adapter.info.digest, **metadata}
+    meta = {"policy_version": adapter.info.version, "digest": tensors_digest(tensors), **metadata}
     (folder / META_FILE).write_text(json.dumps(meta, indent=2) + "\n")

@@ -14,7 +14,7 @@ from torch import nn
 
 from relax_pipeline.config import HfEngineConfig, ModelConfig
 from relax_pipeline.errors import EngineError, UnknownVersionError
-from relax_pipeline.lora.adapter import tensors_digest
+from relax_pipeline.lora.fingerprint import fingerprint
 from relax_pipeline.lora.names import adapted_modules, lora_key
 from relax_pipeline.models import (
     adapter_linears,
@@ -46,7 +46,7 @@ class HfEngine:
             engine_id=engine_id,
             incarnation=uuid.uuid4().hex[:12],
             pid=os.getpid(),
-            base_tensors_digest=tensors_digest(base_state(self._model)),
+            base_tensors_digest=fingerprint(base_state(self._model)),
             leaf_modules=linear_leaf_names(self._model),
         )
 
@@ -95,7 +95,7 @@ class HfEngine:
             modules = adapted_modules(held)
         self._staged.discard(version)
         self._active.add(version)
-        return Ack(self._info.engine_id, self._info.incarnation, version, tensors_digest(held), modules)
+        return Ack(self._info.engine_id, self._info.incarnation, version, fingerprint(held), modules)
 
     def retire(self, version: int) -> None:
         """See `Engine.retire`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from relax_pipeline.lora.adapter import combine_digests
+from relax_pipeline.lora.fingerprint import combine_digests
 from relax_pipeline.rollout.base import Engine
 from relax_pipeline.trainer.base import Trainer
 from relax_pipeline.types import WeightsInfo

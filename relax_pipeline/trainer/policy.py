@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import AdapterError
-from relax_pipeline.lora.adapter import make_adapter, tensor_digests, tensors_digest
+from relax_pipeline.lora.adapter import make_adapter
+from relax_pipeline.lora.fingerprint import fingerprint, fingerprints
 from relax_pipeline.lora.fold import fold
 from relax_pipeline.lora.names import lora_key
 from relax_pipeline.lora.norms import delta_norms
@@ -55,7 +56,7 @@ class Policy:
         # Without an adapter the base trains: float32 masters, autocast to the served dtype in the forward pass.
         self._autocast = not lora.enabled and self._dtype != torch.float32
         self.model = load_model(config.model, device=device, dtype=None if lora.enabled else torch.float32)
-        self.base_tensors_digest = tensors_digest({n: t.to(self._dtype) for n, t in base_state(self.model).items()})
+        self.base_tensors_digest = fingerprint({n: t.to(self._dtype) for n, t in base_state(self.model).items()})
         self.spec: AdapterSpec | None = None
         self.modules: tuple[str, ...] = ()
         if lora.enabled:
@@ -136,7 +137,7 @@ class Policy:
                 num_folded += weight_OI.numel()
                 num_unmoved += int((merged_OI == weight_OI).sum())
             tensors[name] = (weight_OI if merged_OI is None else merged_OI).to("cpu", copy=True)
-        digests = tensor_digests(tensors)
+        digests = fingerprints(tensors).digests
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         return Bucket(digests, num_bytes, num_unmoved, num_folded, tensors)
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from relax_pipeline.config import HfEngineConfig, ModelConfig
 from relax_pipeline.errors import EngineError, UnknownVersionError
-from relax_pipeline.lora.adapter import tensors_digest
+from relax_pipeline.lora.fingerprint import fingerprint
 from relax_pipeline.rollout.base import Engine
 from relax_pipeline.rollout.hf import HfEngine
 from relax_pipeline.types import Adapter, Completion, GenerateRequest, SamplingParams
@@ -313,7 +313,7 @@ def test_loaded_weights_are_served_and_read_back(
     for part in (names[:5], names[5:]):
         engine.load_weights({name: whole[name] for name in part}, version=5)
     ack = engine.activate(5)
-    assert (ack.version, ack.modules, ack.digest) == (5, tuple(sorted(whole)), tensors_digest(whole))
+    assert (ack.version, ack.modules, ack.digest) == (5, tuple(sorted(whole)), fingerprint(whole))
     [sample] = make_samples(1)
     [logprobs] = engine.logprobs([[*sample.prompt_ids.tolist(), *sample.completion_ids.tolist()]], version=5)
     expected = reference_logprobs(folded(tiny_model, adapter(5)), sample, temperature=1.0)

@@ -16,7 +16,7 @@ from tiny_run import run_config, train
 
 from relax_pipeline.config import HfEngineConfig, ModelConfig, RunConfig
 from relax_pipeline.errors import AdapterError, EngineError, SyncError, UnknownVersionError
-from relax_pipeline.lora.adapter import combine_digests
+from relax_pipeline.lora.fingerprint import combine_digests
 from relax_pipeline.models import adapter_parameters, base_state
 from relax_pipeline.rollout.base import adapter_name
 from relax_pipeline.rollout.faulty import FaultyEngine

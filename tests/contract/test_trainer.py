@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from relax_pipeline.config import MegatronTrainerConfig, RunConfig
 from relax_pipeline.errors import AdapterError, CheckpointError, ConfigError, TrainerError
-from relax_pipeline.lora.adapter import combine_digests, tensors_digest
+from relax_pipeline.lora.fingerprint import combine_digests, fingerprint
 from relax_pipeline.lora.fold import fold
 from relax_pipeline.lora.names import lora_key
 from relax_pipeline.trainer.base import Bucket, Trainer
@@ -119,7 +119,7 @@ def test_info_says_what_was_built(trainer: Trainer, kind: str, tiny_model: Path)
     shared = 3 * 32 if kind == "megatron" else 0
     assert info.num_trainable == 2 * 3 * (96 + 64 + 64 + 96 + 80 + 80 + 80 - shared)
     assert info.num_parameters == sum(tensor.numel() for tensor in load_file(tiny_model / "model.safetensors").values())
-    assert info.base_tensors_digest == tensors_digest(load_file(tiny_model / "model.safetensors"))
+    assert info.base_tensors_digest == fingerprint(load_file(tiny_model / "model.safetensors"))
     assert len(info.modules) == 14
     assert Q0 in info.modules
 
@@ -297,7 +297,7 @@ def test_exported_adapter_is_a_copy_of_this_version(trainer: Trainer) -> None:
     payload = trainer.export_adapter()
     assert payload.info == adapter.info
     assert (adapter.info.version, len(adapter.info.modules)) == (2, 14)
-    assert adapter.info.digest == tensors_digest(adapter.tensors)
+    assert adapter.info.digest == fingerprint(adapter.tensors)
     for tensor in adapter.tensors.values():
         tensor.zero_()
     assert adapter_of(trainer).info.digest == payload.info.digest
@@ -315,7 +315,7 @@ def test_exported_weights_are_the_folded_base_and_leave_the_trainer_as_it_was(
     for name, tensor in expected.items():
         assert torch.equal(tensors[name], tensor), name
     digests = {name: digest for bucket in buckets for name, digest in bucket.digests.items()}
-    assert combine_digests(digests) == tensors_digest(tensors)
+    assert combine_digests(digests) == fingerprint(tensors)
     assert adapter_of(trainer).info.digest == before[0]
     for a, b in zip(trainer.logprobs(samples, temperature=1.0), before[1], strict=True):
         assert np.array_equal(a, b)
@@ -516,12 +516,12 @@ def test_loaded_trainer_goes_on_bit_by_bit(
     assert train(resumed, updates=3, first=2) == train(uninterrupted, updates=3, first=2)
     _, expected = whole(uninterrupted)
     _, got = whole(resumed)
-    assert tensors_digest(got) == tensors_digest(expected)
+    assert fingerprint(got) == fingerprint(expected)
     resumed.save(tmp_path / "again")
     uninterrupted.save(tmp_path / "straight")
     if resumed.info().modules:
         masters = (load_file(tmp_path / f / "adapter" / "adapter_model.safetensors") for f in ("again", "straight"))
-        assert tensors_digest(next(masters)) == tensors_digest(next(masters))
+        assert fingerprint(next(masters)) == fingerprint(next(masters))
 
 
 def test_saving_does_not_disturb_training(start: Start, config: RunConfig, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tiny_run import make_samples, run_config, train
 
 from relax_pipeline.config import MegatronTrainerConfig, RunConfig
 from relax_pipeline.errors import TrainerError
-from relax_pipeline.lora.adapter import tensors_digest
+from relax_pipeline.lora.fingerprint import fingerprint
 from relax_pipeline.remote.trainer import RemoteTrainer
 from relax_pipeline.trainer.base import RankLayout, Trainer
 from relax_pipeline.trainer.fsdp import FsdpTrainer
@@ -102,7 +102,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def test_both_build_the_same_policy(pair: RemoteTrainer, single: Trainer) -> None:
     assert pair.info() == single.info()
-    assert tensors_digest(weights(pair)) == tensors_digest(weights(single))
+    assert fingerprint(weights(pair)) == fingerprint(weights(single))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 9])
@@ -120,10 +120,10 @@ def test_losses_and_gradients_are_the_same(pair: RemoteTrainer, single: Trainer,
 def test_two_ranks_go_on_bit_by_bit(pair: RemoteTrainer, tmp_path: Path) -> None:
     train(pair, updates=2)
     pair.save(tmp_path)
-    straight = train(pair, updates=2, first=2), tensors_digest(weights(pair))
+    straight = train(pair, updates=2, first=2), fingerprint(weights(pair))
     pair.load(tmp_path)
     assert pair.policy_version() == 2
-    assert (train(pair, updates=2, first=2), tensors_digest(weights(pair))) == straight
+    assert (train(pair, updates=2, first=2), fingerprint(weights(pair))) == straight
 
 
 def test_one_rank_goes_on_from_two(pair: RemoteTrainer, single: Trainer, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_portable_adapter_is_whole(pair: RemoteTrainer, config: RunConfig, tmp_p
     exported = ray.get(pair.export_adapter().content)
     assert isinstance(exported, Adapter)
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert tensors_digest(saved) == exported.info.digest == pair.export_adapter().info.digest
+    assert fingerprint(saved) == exported.info.digest == pair.export_adapter().info.digest
 
 
 def test_bfloat16_base_and_float32_adapters_shard_together(tiny_model: Path, tmp_path: Path) -> None:

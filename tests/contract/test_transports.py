@@ -16,7 +16,7 @@ from tiny_run import run_config, train
 
 from relax_pipeline.config import HfEngineConfig, RunConfig
 from relax_pipeline.errors import EngineError
-from relax_pipeline.lora.adapter import tensors_digest
+from relax_pipeline.lora.fingerprint import fingerprint
 from relax_pipeline.rollout.hf import HfEngine
 from relax_pipeline.rollout.pool import EnginePool
 from relax_pipeline.rollout.shared import SharedTensors
@@ -123,7 +123,7 @@ def test_folder_that_engines_do_not_share_is_named(tiny_model: Path, tmp_path: P
 def test_block_larger_than_the_buffer_passes_in_parts(tensors: dict[str, torch.Tensor]) -> None:
     sender = Nccl(backend="gloo", buffer_bytes=7, timeout=20)
     received = pickle.loads(pickle.dumps(sender.weights(tensors, version=1)))
-    assert tensors_digest(received) == tensors_digest(tensors)
+    assert fingerprint(received) == fingerprint(tensors)
     sender.close()
 
 
@@ -163,7 +163,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def test_shared_tensors_are_equal_where_they_are_opened(tensors: dict[str, torch.Tensor]) -> None:
     block = SharedTensors.write(tensors)
     opened = pickle.loads(pickle.dumps(block))
-    assert tensors_digest(opened) == tensors_digest(tensors)
+    assert fingerprint(opened) == fingerprint(tensors)
     assert opened["transposed"].shape == (6, 4)
     block.release()
 
@@ -193,4 +193,4 @@ def test_digest_does_not_depend_on_the_carrier(
     make: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], tensors: dict[str, torch.Tensor]
 ) -> None:
     del tensors["empty"]
-    assert tensors_digest(make(tensors)) == tensors_digest(dict(tensors))
+    assert fingerprint(make(tensors)) == fingerprint(dict(tensors))

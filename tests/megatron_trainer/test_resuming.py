@@ -18,7 +18,7 @@ from tiny_run import make_samples, reference_logprobs, train
 from transformers import AutoModelForCausalLM
 
 from relax_pipeline.errors import CheckpointError
-from relax_pipeline.lora.adapter import tensors_digest
+from relax_pipeline.lora.fingerprint import fingerprint
 from relax_pipeline.trainer.base import Trainer
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -77,7 +77,7 @@ def test_every_layout_goes_on_from_every_other(trainers: dict[str, tuple[Trainer
             logprobs, metrics, adapter = go_on(trainer)
             if source == target:
                 assert metrics == straight[source][1]
-                assert tensors_digest(adapter) == tensors_digest(straight[source][2])
+                assert fingerprint(adapter) == fingerprint(straight[source][2])
                 continue
             for one, other in zip(logprobs, straight[source][0], strict=True):
                 np.testing.assert_allclose(one, other, rtol=0, atol=2e-5, err_msg=f"{source} to {target}")
@@ -116,7 +116,7 @@ def test_new_processes_go_on_bit_by_bit(folder: Callable[[str], Path], tmp_path:
         resumed = go_on(trainer)
     assert all(np.array_equal(one, other) for one, other in zip(resumed[0], straight[0], strict=True))
     assert resumed[1] == straight[1]
-    assert tensors_digest(resumed[2]) == tensors_digest(straight[2])
+    assert fingerprint(resumed[2]) == fingerprint(straight[2])
 
 
 def test_whole_checkpoints_hold_a_base_that_trained_too(folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from tiny_sglang import assert_drawn_from, folded, full_adapter, requests, tokens, whole_model
 
 from relax_pipeline.errors import EngineError, UnknownVersionError
-from relax_pipeline.lora.adapter import tensors_digest
+from relax_pipeline.lora.fingerprint import fingerprint
 from relax_pipeline.rollout.sglang.engine import SglangEngine
 from relax_pipeline.types import Ack, Completion, SamplingParams
 
@@ -33,7 +33,7 @@ def test_each_version_replaces_the_one_before_in_the_cache_too(merge_engine: Sgl
     for version in (1, 2, 3):
         weights = whole_model(tiny_model, full_adapter(version))
         ack = load(merge_engine, weights, version)
-        assert (ack.version, ack.modules, ack.digest) == (version, tuple(sorted(weights)), tensors_digest(weights))
+        assert (ack.version, ack.modules, ack.digest) == (version, tuple(sorted(weights)), fingerprint(weights))
         completions = merge_engine.generate(batch, version=version)
         assert_drawn_from(folded(tiny_model, full_adapter(version)), batch, completions)
         assert {completion.policy_version for completion in completions} == {version}

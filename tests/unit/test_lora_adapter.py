@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 
 from relax_pipeline.errors import AdapterError
 from relax_pipeline.lora.adapter import (
-    combine_digests,
     make_adapter,
     tensor_digest,
     tensors_digest,
     write_adapter,
 )
+from relax_pipeline.lora.fingerprint import combine_digests, fingerprint
 from relax_pipeline.lora.names import lora_key
 from relax_pipeline.types import Adapter, AdapterSpec
 
@@ -70,7 +70,7 @@ def test_info_says_what_the_adapter_is(adapter: Adapter) -> None:
     assert adapter.info.version == 7
     assert adapter.info.modules == ("l.0.k_proj", "l.0.q_proj")
     assert adapter.info.num_bytes == 4 * (2 * 3 + 5 * 2 + 2 * 3 + 4 * 2)
-    assert adapter.info.digest == tensors_digest(tensors())
+    assert adapter.info.digest == fingerprint(tensors())
 
 
 def test_scaling_is_alpha_over_rank() -> None:
@@ -99,7 +99,7 @@ def test_values_that_are_not_finite_are_refused(value: float) -> None:
 def test_folder_holds_the_tensors(adapter: Adapter, tmp_path: Path) -> None:
     write_adapter(adapter, tmp_path / "adapter", base_model="/base", metadata={})
     held = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert tensors_digest(held) == adapter.info.digest
+    assert fingerprint(held) == adapter.info.digest
 
 
 def test_folder_tells_peft_the_scaling_and_us_the_digest(adapter: Adapter, tmp_path: Path) -> None:
@@ -109,6 +109,6 @@ def test_folder_tells_peft_the_scaling_and_us_the_digest(adapter: Adapter, tmp_p
     assert config["target_modules"] == ["k_proj", "q_proj"]
     assert json.loads((tmp_path / "relax_lora_meta.json").read_text()) == {
         "policy_version": 7,
-        "digest": adapter.info.digest,
+        "digest": tensors_digest(tensors()),
         "base_digest": "abc",
     }

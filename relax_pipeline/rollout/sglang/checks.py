@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from relax_pipeline.errors import AdapterError, EngineError
-from relax_pipeline.lora.adapter import tensor_digest
+from relax_pipeline.lora.fingerprint import fingerprints
 from relax_pipeline.lora.names import adapted_modules, lora_key
 from relax_pipeline.rollout.sglang.launch import LoraRoom
 from relax_pipeline.types import Adapter
@@ -82,19 +80,16 @@ def check_weights(
 
 
 def digests_of(tensors: Mapping[str, torch.Tensor], *, version: int) -> dict[str, str]:
-    """Return each tensor's digest, computed side by side.
+    """Return each tensor's digest.
 
     Raises:
         EngineError: A value is NaN or infinite, which SGLang would serve as null logprobs.
     """
 
-    def one(item: tuple[str, torch.Tensor]) -> str:
-        if not torch.isfinite(item[1]).all():
-            raise EngineError(f"version {version}: {item[0]} holds NaN or infinity")
-        return tensor_digest(item[1])
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        return dict(zip(tensors, threads.map(one, tensors.items()), strict=True))
+    found = fingerprints(tensors)
+    if found.not_finite:
+        raise EngineError(f"version {version}: {found.not_finite[0]} holds NaN or infinity")
+    return found.digests
 
 
 def _check_module(module: str, adapter: Adapter, room: LoraRoom, linears: Mapping[str, tuple[int, int]]) -> None:

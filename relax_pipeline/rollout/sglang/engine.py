@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from relax_pipeline.config import ModelConfig, SglangEngineConfig
 from relax_pipeline.errors import EngineError
-from relax_pipeline.lora.adapter import combine_digests, peft_config
+from relax_pipeline.lora.adapter import peft_config
+from relax_pipeline.lora.fingerprint import combine_digests
 from relax_pipeline.rollout.base import EngineInfo, adapter_name
 from relax_pipeline.rollout.filed import FiledTensors
 from relax_pipeline.rollout.sglang.checks import check_adapter, check_weights, digests_of

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from relax_pipeline.errors import ModelError
-from relax_pipeline.lora.adapter import combine_digests, tensor_digest
+from relax_pipeline.lora.fingerprint import combine_digests, fingerprints
 from relax_pipeline.safetensors_io.header import TensorInfo, read_header
 from relax_pipeline.safetensors_io.read import read_tensor
 
@@ -40,11 +40,14 @@ class ModelFolder:
     def digest(self, dtype: torch.dtype) -> str:
         """Return `EngineInfo.base_tensors_digest` of a server that loads this folder in a dtype."""
 
-        def one(info: TensorInfo) -> str:
-            return tensor_digest(read_tensor(info).to(dtype))
+        def one(name: str) -> dict[str, str]:
+            return fingerprints({name: read_tensor(self.tensors[name]).to(dtype)}).digests
 
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # hashlib lets other threads run
-            return combine_digests(dict(zip(self.tensors, threads.map(one, self.tensors.values()), strict=True)))
+        digests: dict[str, str] = {}
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+            for digest in threads.map(one, self.tensors):
+                digests |= digest
+        return combine_digests(digests)
 
 
 def read_model_folder(folder: Path) -> ModelFolder:

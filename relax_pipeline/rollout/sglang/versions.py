@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from relax_pipeline.errors import EngineError, UnknownVersionError
-from relax_pipeline.lora.adapter import combine_digests
+from relax_pipeline.lora.fingerprint import combine_digests
 from relax_pipeline.rollout.base import adapter_name
 from relax_pipeline.types import Ack
 

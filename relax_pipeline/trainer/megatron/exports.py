@@ -10,7 +10,8 @@ from safetensors import SafetensorError
 
 from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import CheckpointError, ModelError, TrainerError
-from relax_pipeline.lora.adapter import combine_digests, make_adapter, tensor_digest, tensor_digests, write_adapter
+from relax_pipeline.lora.adapter import make_adapter, write_adapter
+from relax_pipeline.lora.fingerprint import combine_digests, fingerprints
 from relax_pipeline.lora.fold import fold
 from relax_pipeline.lora.gates import adapted_gates
 from relax_pipeline.lora.names import adapted_modules, lora_key
@@ -120,7 +121,7 @@ class Exports:
                     num_unmoved += int((merged == tensor).sum())
                 tensors[weight.name] = (tensor if merged is None else merged).to("cpu", copy=True)
         content = {name: tensors[name] for name in names if name in tensors}
-        digests = tensor_digests(content)
+        digests = fingerprints(content).digests
         return Bucket(digests, sum(tensor.nbytes for tensor in content.values()), num_unmoved, num_folded, content)
 
     def read_warm_start(self, folder: Path) -> dict[str, torch.Tensor]:
@@ -164,11 +165,12 @@ class Exports:
 
     def _read_base(self) -> tuple[dict[str, str], list[Weight]]:
         """Return each weight's digest, on rank 0, and what the weights are."""
-        digests, weights = {}, []
+        digests: dict[str, str] = {}
+        weights = []
         for weight, tensor in self._stream.each():
             weights.append(weight)
             if self._ranks.rank == 0:
-                digests[weight.name] = tensor_digest(tensor)
+                digests |= fingerprints({weight.name: tensor}).digests
         return digests, weights
 
     def _describe_adapter(self) -> tuple[AdapterSpec | None, tuple[str, ...]]:
