@@ -49,8 +49,10 @@ class MegatronTrainerConfig(TrainerSection):
     """Pieces of the model each pipeline rank holds: more pieces, less waiting; needs pipeline_parallel_size above 1."""
     data_parallel_size: Annotated[int, Field(ge=1)] = 1
     """Copies of the model, each with its share of the samples."""
+    context_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share each sequence, for long ones: micro_batch_tokens go over all of them."""
     expert_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """Ranks that share a layer's experts, taken from the tensor- and data-parallel ones."""
+    """Ranks that share a layer's experts, taken from the tensor-, context- and data-parallel ones."""
     expert_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """Ranks that share one expert's weights."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -79,21 +81,32 @@ class MegatronTrainerConfig(TrainerSection):
         return self
 
     @model_validator(mode="after")
+    def shared_sequences_need_our_own_attention(self) -> MegatronTrainerConfig:
+        """Transformer Engine's layers exchange keys and values in another way, which was never tried here."""
+        if self.context_parallel_size > 1 and self.transformer_engine == "auto":
+            raise ValueError(
+                f"context_parallel_size {self.context_parallel_size} works with torch's own kernels only: set "
+                "transformer_engine to off, or context_parallel_size to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def experts_fit_the_ranks(self) -> MegatronTrainerConfig:
         """Experts are spread over the ranks of one pipeline stage."""
-        ranks = self.tensor_parallel_size * self.data_parallel_size
+        ranks = self.world_size // self.pipeline_parallel_size
         needed = self.expert_parallel_size * self.expert_tensor_parallel_size
         if ranks % needed:
             raise ValueError(
                 f"expert_parallel_size x expert_tensor_parallel_size is {needed} and does not divide the {ranks} ranks "
-                "of a pipeline stage (tensor_parallel_size x data_parallel_size): change one of the four"
+                "of a pipeline stage (tensor_parallel_size x context_parallel_size x data_parallel_size): change one"
             )
         return self
 
     @property
     def world_size(self) -> int:
-        """Processes, one GPU each; experts are spread over those of the data-parallel ranks."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+        """Processes, one GPU each; experts are spread over those of one pipeline stage."""
+        model = self.tensor_parallel_size * self.context_parallel_size * self.pipeline_parallel_size
+        return model * self.data_parallel_size
 
 
 TrainerConfig = Annotated[FsdpTrainerConfig | MegatronTrainerConfig, Field(discriminator="kind")]

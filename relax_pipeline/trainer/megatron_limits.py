@@ -46,18 +46,20 @@ def _architecture(hf_config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _layout(trainer: MegatronTrainerConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
-    split = trainer.tensor_parallel_size
-    for name in (
-        "num_attention_heads",
-        "num_key_value_heads",
-        "hidden_size",
-        "intermediate_size",
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-    ):
+    split, context = trainer.tensor_parallel_size, trainer.context_parallel_size
+    for name in ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"):
         value = hf_config.get(name)
         if value and value % split:
             yield f"trainer.tensor_parallel_size {split} does not divide the model's {name} {value}: choose another"
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):
+        value = hf_config.get(name)
+        if value and value % (split * context):  # ranks that share a sequence divide its delta nets by heads
+            yield (
+                f"trainer.tensor_parallel_size {split} x trainer.context_parallel_size {context} does not divide the "
+                f"model's {name} {value}: choose others"
+            )
+    if context > 1 and "vision_config" in hf_config:
+        yield f"trainer.context_parallel_size is {context}: sequences with images are not shared so far; set it to 1"
     layers = hf_config.get("num_hidden_layers", 0)
     pieces = trainer.pipeline_parallel_size * trainer.virtual_pipeline_parallel_size
     if layers % pieces:

@@ -24,6 +24,7 @@ TP = {"tensor_parallel_size": 2}
 SP = TP | {"sequence_parallel": True}
 PP = {"pipeline_parallel_size": 2}
 DP = {"data_parallel_size": 2}
+CP = {"context_parallel_size": 2}
 EP = DP | {"expert_parallel_size": 2}
 PIECES = PP | {"virtual_pipeline_parallel_size": 2}
 DELTA = {"target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj"]}
@@ -109,6 +110,12 @@ def test_one_rank_has_the_logprobs_of_transformers_before_and_after_training(
         ("qwen3", PIECES),
         ("qwen3", DP),
         ("qwen3", SP | PP),
+        ("qwen3", CP),
+        ("qwen3", SP | CP),
+        ("tied", PP | CP),
+        ("moe", CP),
+        ("moe", CP | {"expert_parallel_size": 2}),
+        ("delta", CP),
         ("tied", TP),
         ("tied", PP),
         ("odd", TP),

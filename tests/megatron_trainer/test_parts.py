@@ -88,13 +88,13 @@ def test_samples_are_packed_without_padding_but_at_the_end() -> None:
     from relax_pipeline.trainer.megatron.batches import pack
 
     batch = pack([sample([11, 12], [13, 14, 15]), sample([21], [22])], torch.device("cpu"), length_multiple=4)
-    assert batch.input_ids_1S.tolist() == [[11, 12, 13, 14, 15, 21, 22, 0]]
-    assert batch.position_ids_1S.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0]]
+    assert batch.input_ids_1N.tolist() == [[11, 12, 13, 14, 15, 21, 22, 0]]
+    assert batch.position_ids_1N.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0]]
     assert batch.packing.cu_seqlens_q.tolist() == [0, 5, 7, 8]
     assert batch.packing.max_seqlen_q == 5
     assert batch.predicts_BT.tolist() == [[1, 2, 3], [5, 0, 0]]
-    assert batch.next_ids_S[batch.predicts_BT[0]].tolist() == [13, 14, 15]
-    assert batch.next_ids_S[batch.predicts_BT[1, 0]].item() == 22
+    assert batch.next_ids_N[batch.predicts_BT[0]].tolist() == [13, 14, 15]
+    assert batch.next_ids_N[batch.predicts_BT[1, 0]].item() == 22
     assert batch.padded.mask_BT.tolist() == [[True, True, True], [True, False, False]]
 
 
@@ -110,7 +110,7 @@ def test_every_rank_gets_as_many_micro_batches_and_each_sample_is_in_one() -> No
     assert len(ranks[0]) % 4 == 0
     assert sorted(index for batches in ranks for batch in batches for index in batch.indices) == [0, 1, 2, 3, 4]
     for batch in (batch for batches in ranks for batch in batches):
-        assert batch.packed.input_ids_1S.shape[1] <= 20
+        assert batch.packed.input_ids_1N.shape[1] <= 20
         assert batch.packed.padded.mask_BT.any() == bool(batch.indices)
 
 

@@ -28,6 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2, "sequence_parallel": True},
     "pieces": {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2},
     "data": {"data_parallel_size": 2},
+    "context": {"context_parallel_size": 2},
 }
 DELTA_LAYOUTS = {name: LAYOUTS[name] for name in ("one", "tensor")}
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {

@@ -115,6 +115,11 @@ def test_is_frozen() -> None:
             "virtual_pipeline_parallel_size 2 needs pipeline_parallel_size above 1",
         ),
         (
+            {"trainer": {"kind": "megatron", "context_parallel_size": 2, "transformer_engine": "auto"}},
+            "trainer.megatron",
+            "context_parallel_size 2 works with torch's own kernels only: set transformer_engine to off",
+        ),
+        (
             {"trainer": EXPERT_PARALLEL | {"data_parallel_size": 6}},
             "trainer.megatron",
             "expert_parallel_size x expert_tensor_parallel_size is 4 and does not divide the 6 ranks of a pipeline",

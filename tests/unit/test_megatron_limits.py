@@ -19,6 +19,7 @@ DENSE = {
     "num_key_value_heads": 4,
 }
 MOE = DENSE | {"num_experts": 6}
+DELTA = DENSE | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 
 def config(trainer: dict[str, Any], lora: dict[str, Any]) -> RunConfig:
@@ -34,6 +35,19 @@ def config(trainer: dict[str, Any], lora: dict[str, Any]) -> RunConfig:
             {"tensor_parallel_size": 3},
             {},
             "^trainer.tensor_parallel_size 3 does not divide the model's num_key_value_heads 4: choose another$",
+        ),
+        (
+            DELTA,
+            {"tensor_parallel_size": 2, "context_parallel_size": 4},
+            {},
+            "^trainer.tensor_parallel_size 2 x trainer.context_parallel_size 4 does not divide the model's "
+            "linear_num_key_heads 4: choose others$",
+        ),
+        (
+            DENSE | {"vision_config": {}},
+            {"context_parallel_size": 2},
+            {},
+            "trainer.context_parallel_size is 2: sequences with images are not shared so far; set it to 1$",
         ),
         (DENSE, {"pipeline_parallel_size": 4}, {}, r"^the model's 6 layers do not go into 4 equal pieces: change"),
         (DENSE, {"pipeline_parallel_size": 12}, {}, r"^the model's 6 layers do not go into 12 equal pieces: change"),
@@ -98,6 +112,9 @@ def test_what_megatron_cannot_do_is_told_before_a_start(
         (MOE, {"data_parallel_size": 3, "expert_parallel_size": 3}, {"target_modules": ["router"]}),
         (MOE, {"tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 2}, {}),
         (DENSE, {"tensor_parallel_size": 4}, {"rank": 0}),
+        (DENSE, {"tensor_parallel_size": 4, "context_parallel_size": 5}, {}),
+        (DELTA, {"tensor_parallel_size": 2, "context_parallel_size": 2}, {}),
+        (MOE, {"context_parallel_size": 3, "expert_parallel_size": 3}, {}),
     ],
 )
 def test_layouts_next_to_the_wrong_ones_pass(

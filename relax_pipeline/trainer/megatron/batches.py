@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
+from numpy.typing import NDArray
 
 from relax_pipeline.rl.batching import PaddedBatch, micro_batches, pad_batch, split_for_rank
+from relax_pipeline.trainer.megatron.context import WHOLE, Packing, Share, gathered_places, held_tokens, packing
 from relax_pipeline.types import TrainingSample
 
-# S packed tokens; B sequences, T longest completion
+# S packed tokens, N of them on this rank; B sequences, T longest completion
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One row of tokens, and where the completions are in it."""
+    """One row of this rank's tokens, and where the completions are among those of all ranks that share the samples."""
 
-    input_ids_1S: torch.Tensor
-    position_ids_1S: torch.Tensor
+    input_ids_1N: torch.Tensor
+    position_ids_1N: torch.Tensor
     """0 on the first token of each sample."""
-    next_ids_S: torch.Tensor
+    next_ids_N: torch.Tensor
     """The token that follows; after a sample's last one, anything."""
-    packing: PackedSeqParams
+    packing: Packing
     predicts_BT: torch.Tensor
-    """int64, which of the S logits predicts a completion token; 0 on padding."""
+    """int64, which logit predicts a completion token, counted through all ranks' one after another; 0 on padding."""
     padded: PaddedBatch
     """The same samples for the loss, whose tensors have a row a completion."""
     ref_logprobs_BT: torch.Tensor | None = None
@@ -47,6 +49,7 @@ def rank_batches(
     rank: int,
     world_size: int,
     device: torch.device,
+    share: Share = WHOLE,
     length_multiple: int = 1,
     count_multiple: int = 1,
 ) -> list[RankBatch]:
@@ -58,7 +61,8 @@ def rank_batches(
         rank: Among the data-parallel ranks.
         world_size: Number of data-parallel ranks.
         device: Where the tensors go.
-        length_multiple: Tokens are padded to a multiple of this, as sequence parallelism needs.
+        share: Which part of each sequence this rank holds.
+        length_multiple: A rank's tokens are padded to a multiple of this, as sequence parallelism needs.
         count_multiple: Micro-batches are padded, without effect, to a multiple of this, as pipelines in pieces need.
     """
     batches = micro_batches(samples, budget_tokens, packed=True)
@@ -66,20 +70,23 @@ def rank_batches(
     mine += [[] for _ in range(-len(mine) % count_multiple)]
     silent = replace(samples[0], loss_mask=np.zeros_like(samples[0].loss_mask))
     return [
-        RankBatch(indices, pack([samples[index] for index in indices] or [silent], device, length_multiple))
+        RankBatch(indices, pack([samples[index] for index in indices] or [silent], device, share, length_multiple))
         for indices in mine
     ]
 
 
-def pack(samples: Sequence[TrainingSample], device: torch.device, length_multiple: int = 1) -> PackedBatch:
-    """Put samples one after another; what pads the end is a sequence of its own.
+def pack(
+    samples: Sequence[TrainingSample], device: torch.device, share: Share = WHOLE, length_multiple: int = 1
+) -> PackedBatch:
+    """Put samples one after another and keep a rank's share; what pads the end is a sequence of its own.
 
     Raises:
         ValueError: As `pad_batch`.
     """
     padded = pad_batch(samples, 0, device)
     rows = [np.concatenate([sample.prompt_ids, sample.completion_ids]) for sample in samples]
-    if filling := -sum(map(len, rows)) % length_multiple:
+    rows = [np.pad(row, (0, -len(row) % share.multiple)) for row in rows]
+    if filling := -sum(map(len, rows)) % lcm(share.multiple, share.ranks * length_multiple):
         rows.append(np.zeros(filling, dtype=np.int64))
     lengths = [len(row) for row in rows]
     starts = np.cumsum([0, *lengths])
@@ -87,20 +94,17 @@ def pack(samples: Sequence[TrainingSample], device: torch.device, length_multipl
     for row, sample in enumerate(samples):
         first = starts[row] + len(sample.prompt_ids) - 1
         predicts_BT[row, : len(sample.completion_ids)] = first + np.arange(len(sample.completion_ids))
-    tokens_S = torch.from_numpy(np.concatenate(rows)).to(device)
-    positions_S = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
-    bounds = torch.tensor(starts, dtype=torch.int32, device=device)
+    tokens_S = np.concatenate(rows)
+    held_N = held_tokens(lengths, share)
+
+    def held(values_S: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(values_S[held_N]).to(device)
+
     return PackedBatch(
-        input_ids_1S=tokens_S[None],
-        position_ids_1S=positions_S[None],
-        next_ids_S=tokens_S.roll(-1),
-        packing=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            max_seqlen_q=max(lengths),
-            max_seqlen_kv=max(lengths),
-        ),
-        predicts_BT=torch.from_numpy(predicts_BT).to(device),
+        input_ids_1N=held(tokens_S)[None],
+        position_ids_1N=held(np.concatenate([np.arange(length) for length in lengths]))[None],
+        next_ids_N=held(np.roll(tokens_S, -1)),
+        packing=packing(lengths, share, device),
+        predicts_BT=torch.from_numpy(gathered_places(lengths, share.ranks)[predicts_BT]).to(device),
         padded=padded,
     )

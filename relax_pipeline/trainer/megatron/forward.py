@@ -14,13 +14,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from relax_pipeline.config import AlgorithmConfig
 from relax_pipeline.rl.objective import ObjectiveMetrics, finalize_metrics, objective
 from relax_pipeline.trainer.megatron.batches import PackedBatch
+from relax_pipeline.trainer.megatron.context import from_all_ranks
 from relax_pipeline.trainer.megatron.logprobs import token_logprobs
 from relax_pipeline.trainer.megatron.model import Model
 from relax_pipeline.trainer.megatron.parallel import Ranks
 
-# B sequences, T longest completion, S packed tokens, V this rank's columns of the vocabulary
+# B sequences, T longest completion, N packed tokens of this rank, S of all ranks that share the sequences,
+# V this rank's columns of the vocabulary
 Answer = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, Any]]
-"""From logits_1SV and their batch to a loss and what to keep of it."""
+"""From logits_1NV and their batch to a loss and what to keep of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,9 @@ class Passes:
         for chunk in self.model.wrapped:
             chunk.eval()
 
-        def answer(logits_1SV: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-            logprobs_BT, _ = self._token_logprobs(logits_1SV, batch, temperature)
-            return logits_1SV.new_zeros(()), logprobs_BT
+        def answer(logits_1NV: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+            logprobs_BT, _ = self._token_logprobs(logits_1NV, batch, temperature)
+            return logits_1NV.new_zeros(()), logprobs_BT
 
         return self._run(batches, answer, forward_only=True)
 
@@ -56,9 +58,9 @@ class Passes:
             chunk.train()
             chunk.zero_grad_buffer()
 
-        def answer(logits_1SV: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, ObjectiveMetrics]:
+        def answer(logits_1NV: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, ObjectiveMetrics]:
             logprobs_BT, entropy_BT = self._token_logprobs(
-                logits_1SV, batch, temperature, with_entropy=True, entropy_grad=algorithm.entropy_coef > 0
+                logits_1NV, batch, temperature, with_entropy=True, entropy_grad=algorithm.entropy_coef > 0
             )
             return objective(
                 policy_logprobs_BT=logprobs_BT,
@@ -81,11 +83,11 @@ class Passes:
     def _run(self, batches: Sequence[PackedBatch], answer: Answer, *, forward_only: bool) -> list[Any]:
         def step(data: Iterator[PackedBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             batch = next(data)
-            output = chunk(batch.input_ids_1S, batch.position_ids_1S, None, packed_seq_params=batch.packing)
+            output = chunk(batch.input_ids_1N, batch.position_ids_1N, None, packed_seq_params=batch.packing)
             tokens = torch.ones((), dtype=torch.int, device=self.ranks.device)  # asked for by Megatron, and not used
 
-            def finish(logits_1SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-                loss, kept = answer(logits_1SV, batch)
+            def finish(logits_1NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+                loss, kept = answer(logits_1NV, batch)
                 return loss, tokens, kept
 
             return output, finish
@@ -97,25 +99,27 @@ class Passes:
             data_iterator=[iter(batches) for _ in wrapped] if len(wrapped) > 1 else iter(batches),
             model=wrapped if len(wrapped) > 1 else wrapped[0],
             num_microbatches=len(batches),
-            seq_length=batches[0].input_ids_1S.shape[1],
+            seq_length=batches[0].input_ids_1N.shape[1],
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
     def _token_logprobs(
-        self, logits_1SV: torch.Tensor, batch: PackedBatch, temperature: float, **entropy: bool
+        self, logits_1NV: torch.Tensor, batch: PackedBatch, temperature: float, **entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return logprobs_BT of the completion tokens, and entropy_BT where asked."""
-        logprobs_S, entropy_S = token_logprobs(
-            logits_1SV[0],
-            batch.next_ids_S,
+        groups = self.ranks.groups
+        logprobs_N, entropy_N = token_logprobs(
+            logits_1NV[0],
+            batch.next_ids_N,
             temperature,
             vocabulary=self.model.vocabulary,
-            group=self.ranks.groups.tp,
+            group=groups.tp,
             **entropy,
         )
-        entropy_BT = None if entropy_S is None else entropy_S[batch.predicts_BT]
-        return logprobs_S[batch.predicts_BT], entropy_BT
+        logprobs_S = from_all_ranks(logprobs_N, groups.cp)
+        entropy_S = None if entropy_N is None else from_all_ranks(entropy_N, groups.cp)
+        return logprobs_S[batch.predicts_BT], None if entropy_S is None else entropy_S[batch.predicts_BT]
 
 
 def _on_cpu(metrics: ObjectiveMetrics) -> ObjectiveMetrics:

@@ -34,8 +34,8 @@ class Ranks:
 
     @property
     def answers(self) -> bool:
-        """Whether this rank holds the logits and speaks for the others that hold the same: last stage, first shard."""
-        return self.is_last_stage and self.groups.tp.rank() == 0
+        """Whether this rank knows the logprobs and speaks for the others that do: last stage, first shard and part."""
+        return self.is_last_stage and self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
 
     @property
     def is_last_stage(self) -> bool:
@@ -74,8 +74,9 @@ def join(layout: RankLayout, settings: MegatronTrainerConfig, *, device: torch.d
     """
     if layout.world_size != settings.world_size:
         raise TrainerError(
-            f"the settings need {settings.world_size} ranks (tensor {settings.tensor_parallel_size} x pipeline "
-            f"{settings.pipeline_parallel_size} x data {settings.data_parallel_size}), and {layout.world_size} started"
+            f"the settings need {settings.world_size} ranks (tensor {settings.tensor_parallel_size} x context "
+            f"{settings.context_parallel_size} x pipeline {settings.pipeline_parallel_size} x data "
+            f"{settings.data_parallel_size}), and {layout.world_size} started"
         )
     timeout = timedelta(seconds=settings.step_timeout_seconds)
     if not dist.is_initialized():
@@ -93,6 +94,7 @@ def join(layout: RankLayout, settings: MegatronTrainerConfig, *, device: torch.d
             tensor_model_parallel_size=settings.tensor_parallel_size,
             pipeline_model_parallel_size=settings.pipeline_parallel_size,
             virtual_pipeline_model_parallel_size=pieces if pieces > 1 else None,
+            context_parallel_size=settings.context_parallel_size,
             expert_model_parallel_size=settings.expert_parallel_size,
             expert_tensor_parallel_size=settings.expert_tensor_parallel_size,
             distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),

@@ -43,6 +43,7 @@ def configure(provider: Any, model: ModelConfig, settings: MegatronTrainerConfig
         # With both at their defaults, messages to the same neighbour overtake each other.
         "overlap_p2p_comm": pieces > 1,
         "batch_p2p_comm": pieces == 1,
+        "context_parallel_size": settings.context_parallel_size,
         "expert_model_parallel_size": settings.expert_parallel_size,
         "expert_tensor_parallel_size": settings.expert_tensor_parallel_size,
         "sequence_parallel": settings.sequence_parallel,

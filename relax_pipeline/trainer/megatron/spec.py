@@ -11,7 +11,7 @@ import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -23,9 +23,10 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
+from relax_pipeline.trainer.megatron.context import Packing, reached_keys
 from relax_pipeline.trainer.megatron.experts import portable_experts
 
-# N packed tokens, H heads, D head size
+# N packed tokens of a rank, M keys they attend to, H heads, D head size
 
 
 class PortableNorm(nn.Module):
@@ -57,12 +58,17 @@ class PortableAttention(nn.Module):
     """Causal attention within each packed sequence, through scaled_dot_product_attention."""
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *_: Any,
+        pg_collection: ProcessGroupCollection,
+        softmax_scale: float | None = None,
+        **__: Any,
     ) -> None:
         super().__init__()
-        assert config.context_parallel_size == 1, "context parallelism needs Transformer Engine"
         assert config.window_size is None, "sliding-window attention needs Transformer Engine"
-        self._scale = softmax_scale
+        self._scale, self._group = softmax_scale, pg_collection.cp
 
     def forward(
         self,
@@ -70,36 +76,53 @@ class PortableAttention(nn.Module):
         key_NHD: torch.Tensor,
         value_NHD: torch.Tensor,
         *_: Any,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: Packing,
         **__: Any,
     ) -> torch.Tensor:
         """Return [N, H * D]."""
+        if packed_seq_params.keys_M is not None:
+            key_NHD, value_NHD = reached_keys(key_NHD, value_NHD, packed_seq_params.keys_M, self._group)
         if query_NHD.is_cuda and query_NHD.dtype in (torch.float16, torch.bfloat16):
             return self._all_at_once(query_NHD, key_NHD, value_NHD, packed_seq_params)
+        return self._one_by_one(query_NHD, key_NHD, value_NHD, packed_seq_params)
+
+    def _one_by_one(
+        self, query_NHD: torch.Tensor, key_MHD: torch.Tensor, value_MHD: torch.Tensor, packed: Packing
+    ) -> torch.Tensor:
         outputs = []
-        for start, end in pairwise(packed_seq_params.cu_seqlens_q.tolist()):
-            query, key, value = (x[start:end].transpose(0, 1)[None] for x in (query_NHD, key_NHD, value_NHD))
+        chunks = pairwise(packed.bounds_queries.tolist()), pairwise(packed.bounds_keys.tolist())
+        for (start, end), (first_key, last_key) in zip(*chunks, strict=True):
+            query = query_NHD[start:end].transpose(0, 1)[None]
+            key, value = (x[first_key:last_key].transpose(0, 1)[None] for x in (key_MHD, value_MHD))
+            earlier = key.shape[2] - query.shape[2]  # keys before the first query
+            mask = query.new_ones((query.shape[2], key.shape[2]), dtype=torch.bool).tril(earlier) if earlier else None
             output_1HND = functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=self._scale, enable_gqa=query.shape[1] != key.shape[1]
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=self._scale,
+                enable_gqa=query.shape[1] != key.shape[1],
             )
             outputs.append(output_1HND[0].transpose(0, 1))
         return torch.cat(outputs).flatten(1)
 
     def _all_at_once(
-        self, query_NHD: torch.Tensor, key_NHD: torch.Tensor, value_NHD: torch.Tensor, packed: PackedSeqParams
+        self, query_NHD: torch.Tensor, key_MHD: torch.Tensor, value_MHD: torch.Tensor, packed: Packing
     ) -> torch.Tensor:
         """Use torch's flash attention over packed sequences, which computes in half precision on a GPU only."""
-        copies = query_NHD.shape[1] // key_NHD.shape[1]
+        copies = query_NHD.shape[1] // key_MHD.shape[1]
         output_NHD: torch.Tensor = varlen_attn(  # type: ignore[assignment]
             query_NHD,
-            key_NHD.repeat_interleave(copies, dim=1),
-            value_NHD.repeat_interleave(copies, dim=1),
-            packed.cu_seqlens_q,
-            packed.cu_seqlens_q,
-            packed.max_seqlen_q,
-            packed.max_seqlen_q,
+            key_MHD.repeat_interleave(copies, dim=1),
+            value_MHD.repeat_interleave(copies, dim=1),
+            packed.bounds_queries,
+            packed.bounds_keys,
+            packed.longest_queries,
+            packed.longest_keys,
             scale=self._scale,
-            window_size=(-1, 0),  # causal
+            window_size=(-1, 0),  # causal; each chunk's last query is that of its last key
         )
         return output_NHD.flatten(1)
 

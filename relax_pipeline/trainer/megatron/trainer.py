@@ -18,6 +18,7 @@ from relax_pipeline.models import resolve_device
 from relax_pipeline.seeds import derive_seed
 from relax_pipeline.trainer.base import Bucket, Payload, RankLayout, TrainerInfo
 from relax_pipeline.trainer.megatron.batches import RankBatch, rank_batches
+from relax_pipeline.trainer.megatron.context import Share
 from relax_pipeline.trainer.megatron.exports import Exports
 from relax_pipeline.trainer.megatron.forward import Passes
 from relax_pipeline.trainer.megatron.model import build_model
@@ -83,8 +84,7 @@ class MegatronTrainer:
                 # Stages before the last one have no logprobs, and no use for them.
                 for number, logprobs_BT in enumerate(references):
                     batches[number] = replace(batches[number], ref_logprobs_BT=logprobs_BT)
-            data_rank = self._ranks.groups.dp_cp.rank()
-            torch.manual_seed(derive_seed(self._config.seed, "dropout", self._updates, data_rank))
+            torch.manual_seed(derive_seed(self._config.seed, "dropout", self._updates, self._ranks.groups.dp_cp.rank()))
             result = self._passes.train(
                 batches,
                 temperature,
@@ -190,9 +190,10 @@ class MegatronTrainer:
         return rank_batches(
             samples,
             settings.micro_batch_tokens,
-            rank=groups.dp_cp.rank(),
-            world_size=groups.dp_cp.size(),
+            rank=groups.dp.rank(),
+            world_size=groups.dp.size(),
             device=self._ranks.device,
+            share=Share(groups.cp.rank(), groups.cp.size()),
             length_multiple=settings.tensor_parallel_size if settings.sequence_parallel else 1,
             count_multiple=settings.pipeline_parallel_size if settings.virtual_pipeline_parallel_size > 1 else 1,
         )
