@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relax_pipeline.config import RunConfig
+from relax_pipeline.config import RunConfig, TrainerConfig
 from relax_pipeline.metrics.text import bytes_text
 from relax_pipeline.plan import Plan, PromptFacts, kept_checkpoints
 from relax_pipeline.sizes import ModelSizes
@@ -26,9 +26,16 @@ def _progress_rows(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("starts from", f"checkpoint of step {ref.step}" if ref else "the base"),
         ("steps to go", f"{plan.steps_to_go:,} of {config.steps:,}"),
-        ("trainer, engines", f"{config.trainer.kind}, {config.engine.replicas} x {config.engine.kind}"),
+        ("trainer, engines", f"{_trainer(config.trainer)}, {config.engine.replicas} x {config.engine.kind}"),
         ("sampled a step", f"up to {plan.tokens_per_step:,} tokens"),
     ]
+
+
+def _trainer(trainer: TrainerConfig) -> str:
+    """Return the kind, and the sizes above 1 of its layout."""
+    sizes = {name.removesuffix("_size"): size for name, size in trainer if name.endswith("_parallel_size")}
+    layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f"{trainer.kind} ({layout})" if layout else trainer.kind
 
 
 def _prompt_rows(prompts: PromptFacts) -> list[tuple[str, str]]:

@@ -294,6 +294,13 @@ def test_rows_tell_sizes_and_savings(values: dict[str, Any]) -> None:
     assert rows["sync, merge mode"] == "52.4 KiB"
     assert rows["checkpoint"] == "105.0 KiB, at most 3 at once"
     assert rows["starts from"] == "the base"
+    assert rows["trainer, engines"] == "fsdp, 1 x hf"
+
+
+def test_rows_tell_over_how_many_ranks_the_trainer_goes(values: dict[str, Any]) -> None:
+    trainer = {"kind": "megatron", "tensor_parallel_size": 2, "context_parallel_size": 3}
+    rows = dict(plan_rows(make_plan(config(values, trainer=trainer))))
+    assert rows["trainer, engines"] == "megatron (tensor_parallel 2, context_parallel 3), 1 x hf"
 
 
 def test_rows_end_with_what_is_refused(values: dict[str, Any]) -> None:
