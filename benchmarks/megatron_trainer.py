@@ -65,7 +65,8 @@ def main() -> None:
         shutil.rmtree(scratch, ignore_errors=True)
     differences = np.abs(np.concatenate(figures.pop("logprobs")) - np.concatenate(expected))
     figures |= {"logprob_diff_mean": float(differences.mean()), "logprob_diff_max": float(differences.max())}
-    name = f"megatron-tp{options.tp}-dp{options.dp}-{'te' if options.te else 'torch'}{'-tiny' if options.tiny else ''}"
+    layout = f"tp{options.tp}{f'-cp{options.cp}' if options.cp > 1 else ''}-dp{options.dp}"
+    name = f"megatron-{layout}-{'te' if options.te else 'torch'}{'-tiny' if options.tiny else ''}"
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"{name}.json").write_text(json.dumps(figures, indent=2) + "\n")
     print("\n".join(table(name, figures)))
@@ -77,6 +78,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sp", action="store_true", help="sequence parallel, with --tp above 1")
+    parser.add_argument("--cp", type=int, default=1, help="context parallel, with --no-te")
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--te", action=argparse.BooleanOptionalAction, default=True, help="Transformer Engine's layers")
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
@@ -111,6 +113,7 @@ def make_config(model: Path, options: argparse.Namespace) -> RunConfig:
                 "device": "cpu" if options.tiny else "cuda",
                 "tensor_parallel_size": options.tp,
                 "sequence_parallel": options.sp,
+                "context_parallel_size": options.cp,
                 "data_parallel_size": options.dp,
                 "micro_batch_tokens": options.micro_batch_tokens,
                 "recompute": options.recompute,
