@@ -39,18 +39,15 @@ class Channel:
             self._group = dist.ProcessGroupGloo(store, rank, 2, wait)
 
     def send(self, block: torch.Tensor) -> None:
-        """Send bytes that lie in this host's memory."""
+        """Send bytes; those in the host's memory go to the GPU part by part, while the part before is on its way."""
         for part in self._parts(block):
             self._group.send([part.to(self._device)], RECEIVER, 0).wait()
         self._finish()
 
     def receive(self, block: torch.Tensor) -> None:
-        """Fill a block of this host's memory of the same size."""
+        """Fill a block of the same size: on the GPU with NCCL, of the host's memory with gloo."""
         for part in self._parts(block):
-            buffer = part if self._device.type == "cpu" else torch.empty_like(part, device=self._device)
-            self._group.recv([buffer], SENDER, 0).wait()
-            if buffer is not part:
-                part.copy_(buffer)
+            self._group.recv([part], SENDER, 0).wait()
         self._finish()
 
     def _parts(self, block: torch.Tensor) -> Iterator[torch.Tensor]:

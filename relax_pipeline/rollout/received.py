@@ -13,8 +13,10 @@ import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from relax_pipeline.errors import EngineError
+from relax_pipeline.rollout.block import Block, Place
 from relax_pipeline.rollout.channel import RECEIVER, Backend, Channel
-from relax_pipeline.rollout.shared import Place, SharedTensors
+from relax_pipeline.rollout.device import DeviceTensors
+from relax_pipeline.rollout.shared import SharedTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +41,21 @@ class ReceivedTensors(Mapping[str, torch.Tensor]):
 
     def __init__(self, sender: Sender, number: int, places: Mapping[str, Place]) -> None:
         self._sender, self._number, self._places = sender, number, dict(places)
-        self._block: SharedTensors | None = None
+        self._block: Block | None = None
 
-    def fetch(self) -> SharedTensors:
-        """Return the tensors in memory of this host.
+    def fetch(self) -> Block:
+        """Return the tensors in memory of this process's GPU; of this host where they do not come by NCCL.
 
         Raises:
             EngineError: The sender is gone, or did not send in time.
         """
         if self._block is None:
-            block, content = SharedTensors.allocate(self._places)
+            block: Block
+            if self._sender.backend == "nccl":
+                block = DeviceTensors.allocate(self._places, torch.device("cuda"))
+                content = block.whole()
+            else:
+                block, content = SharedTensors.allocate(self._places)
             _connection(self._sender).fetch(self._number, content)
             self._block = block
         return self._block

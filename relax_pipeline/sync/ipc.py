@@ -1,4 +1,4 @@
-"""Trainer and engines on one host: tensors stay in memory that both map, and only its name is passed."""
+"""Trainer and engines on one host: tensors stay in memory that both map, and only a handle is passed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from dataclasses import replace
 
 import torch
 
-from relax_pipeline.rollout.shared import SharedTensors
+from relax_pipeline.sync.blocks import Blocks
 from relax_pipeline.types import Adapter
 
 
 class Ipc:
     """Implements `Transport`. Each block is new memory, kept until its version is forgotten: readers may be lazy."""
 
-    def __init__(self) -> None:
-        self._blocks: dict[int, list[SharedTensors]] = {}
+    def __init__(self, *, same_gpu: bool) -> None:
+        """`same_gpu`: whether each engine sees the trainer's GPU; else blocks lie in the host's memory."""
+        self._same_gpu = same_gpu
+        self._blocks = Blocks()
 
     def adapter(self, adapter: Adapter) -> Adapter:
         """See `Transport.adapter`."""
@@ -23,16 +25,12 @@ class Ipc:
 
     def weights(self, tensors: Mapping[str, torch.Tensor], *, version: int) -> Mapping[str, torch.Tensor]:
         """See `Transport.weights`."""
-        block = SharedTensors.write(tensors)
-        self._blocks.setdefault(version, []).append(block)
-        return block
+        return self._blocks.pack(tensors, version=version, on_gpu=self._same_gpu)
 
     def forget(self, version: int) -> None:
         """See `Transport.forget`."""
-        for block in self._blocks.pop(version, ()):
-            block.release()
+        self._blocks.forget(version)
 
     def close(self) -> None:
         """See `Transport.close`."""
-        for version in list(self._blocks):
-            self.forget(version)
+        self._blocks.close()

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from relax_pipeline.rollout.block import Block
 from relax_pipeline.rollout.channel import SENDER, Backend, Channel
 from relax_pipeline.rollout.received import ReceivedTensors, Sender
-from relax_pipeline.rollout.shared import SharedTensors
+from relax_pipeline.sync.blocks import Blocks
 from relax_pipeline.types import Adapter
 
 
@@ -45,7 +46,8 @@ class Nccl:
         self._sender = Sender(host, port, self._store.port, key, backend, buffer_bytes, timeout)
         self._numbers = itertools.count()
         self._closed = False
-        self._blocks: dict[int, SharedTensors] = {}
+        self._blocks = Blocks()
+        self._numbered: dict[int, Block] = {}
         self._of_version: dict[int, list[int]] = {}
         threading.Thread(target=self._listen, daemon=True, name="nccl-listen").start()
 
@@ -55,15 +57,16 @@ class Nccl:
 
     def weights(self, tensors: Mapping[str, torch.Tensor], *, version: int) -> Mapping[str, torch.Tensor]:
         """See `Transport.weights`."""
-        number, block = next(self._numbers), SharedTensors.write(tensors)
-        self._blocks[number] = block
+        number, block = next(self._numbers), self._blocks.pack(tensors, version=version)
+        self._numbered[number] = block
         self._of_version.setdefault(version, []).append(number)
         return ReceivedTensors(self._sender, number, block.places)
 
     def forget(self, version: int) -> None:
         """See `Transport.forget`."""
         for number in self._of_version.pop(version, ()):
-            self._blocks.pop(number).release()
+            del self._numbered[number]
+        self._blocks.forget(version)
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -94,7 +97,7 @@ class Nccl:
                 timeout=self._sender.timeout,
             )
             while True:
-                block = self._blocks.get(control.recv())
+                block = self._numbered.get(control.recv())
                 control.send(None if block else "the version it asks for is too old")
                 if block:
                     channel.send(block.whole())

@@ -77,7 +77,7 @@ def make_transport(config: RunConfig) -> Transport:
         case "object_store":
             return ObjectStore()
         case "ipc":
-            return Ipc()
+            return Ipc(same_gpu=config.cluster.colocate)
         case "disk":
             run = Path(config.output_dir).expanduser().resolve() / config.run_name
             return Disk(run / "sync", base_model=config.model.path)

@@ -91,7 +91,7 @@ class Policy:
     def adapter(self, *, version: int, dtype: torch.dtype | None = None) -> Adapter:
         """Return a copy of the adapter, by default in the dtype engines serve; all ranks together."""
         assert self.spec is not None, "an adapter was asked for and lora.rank is 0"
-        tensors = {n: t.to("cpu", dtype or self._dtype, copy=True) for n, t in self.full_parameters().items()}
+        tensors = {n: t.to(dtype or self._dtype, copy=True) for n, t in self.full_parameters().items()}
         return make_adapter(tensors, spec=self.spec, version=version)
 
     @torch.no_grad()
@@ -129,17 +129,18 @@ class Policy:
         base = base_state(self.model)
         adapter = self.full_parameters() if self.spec else {}
         tensors: dict[str, torch.Tensor] = {}
-        num_unmoved = num_folded = 0
+        num_unmoved = torch.zeros((), dtype=torch.int64, device=self.model.device)
+        num_folded = 0
         for name in names:
             weight_OI = full_tensor(base[name]).to(self._dtype)
             merged_OI = self._folded(name, weight_OI, adapter)
             if merged_OI is not None:
                 num_folded += weight_OI.numel()
-                num_unmoved += int((merged_OI == weight_OI).sum())
-            tensors[name] = (weight_OI if merged_OI is None else merged_OI).to("cpu", copy=True)
+                num_unmoved += (merged_OI == weight_OI).sum()
+            tensors[name] = weight_OI.clone() if merged_OI is None else merged_OI
         digests = fingerprints(tensors).digests
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        return Bucket(digests, num_bytes, num_unmoved, num_folded, tensors)
+        return Bucket(digests, num_bytes, int(num_unmoved), num_folded, tensors)
 
     def adapter_norms(self) -> dict[str, float]:
         """Return the Frobenius norm of the delta per leaf name; all ranks together."""

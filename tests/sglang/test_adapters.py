@@ -191,7 +191,7 @@ def test_adapter_may_be_changed_once_it_is_staged(adapter_engine: SglangEngine, 
 @pytest.mark.parametrize("kind", ["ipc", "disk", "nccl"])
 def test_packed_adapters_are_served(adapter_engine: SglangEngine, tiny_model: Path, tmp_path: Path, kind: str) -> None:
     transports: dict[str, Transport] = {
-        "ipc": Ipc(),
+        "ipc": Ipc(same_gpu=False),
         "disk": Disk(tmp_path / "sync", base_model=str(tiny_model)),
         "nccl": Nccl(backend="gloo", buffer_bytes=1000, timeout=20),
     }

@@ -26,7 +26,7 @@ from relax_pipeline.rollout.sglang.model_folder import read_model_folder
 from relax_pipeline.rollout.sglang.requests import completion, generate_body, logprobs_body, sequence_logprobs
 from relax_pipeline.rollout.sglang.server import Server
 from relax_pipeline.rollout.sglang.versions import Versions
-from relax_pipeline.rollout.sglang.wire import FORMAT, bucket, in_host_memory
+from relax_pipeline.rollout.sglang.wire import FORMAT, bucket, mappable
 from relax_pipeline.types import Ack, Adapter, Completion, GenerateRequest
 
 
@@ -115,7 +115,7 @@ class SglangEngine:
             folder = str(sent.tensors.path.parent)
             self._control("/load_lora_adapter", lora_name=adapter_name(version), lora_path=folder)
         else:
-            with in_host_memory(sent.tensors) as block:
+            with mappable(sent.tensors) as block:
                 self._control(
                     "/load_lora_adapter_from_tensors",
                     lora_name=adapter_name(version),
@@ -129,7 +129,7 @@ class SglangEngine:
         """See `Engine.load_weights`."""
         check_weights(tensors, version=version, shapes=self._folder.shapes, dtype=self._dtype)
         digests = digests_of(tensors, version=version)
-        with self._gate.shut("replace its weights"), in_host_memory(tensors) as block:
+        with self._gate.shut("replace its weights"), mappable(tensors) as block:
             self._versions.begin_weights(version)
             self._control(
                 "/update_weights_from_tensor",

@@ -112,17 +112,18 @@ class Exports:
         wanted = set(names)
         sources = sorted({weight.source for weight in self._weights if weight.name in wanted})
         tensors: dict[str, torch.Tensor] = {}
-        num_unmoved = num_folded = 0
+        num_unmoved = torch.zeros((), dtype=torch.int64, device=self._ranks.device)
+        num_folded = 0
         for weight, tensor in self._stream.each(sources):
             if self._ranks.rank == 0 and weight.name in wanted:
                 merged = self._folded(weight.name, tensor, adapter)
                 if merged is not None:
                     num_folded += tensor.numel()
-                    num_unmoved += int((merged == tensor).sum())
-                tensors[weight.name] = (tensor if merged is None else merged).to("cpu", copy=True)
+                    num_unmoved += (merged == tensor).sum()
+                tensors[weight.name] = tensor.clone() if merged is None else merged
         content = {name: tensors[name] for name in names if name in tensors}
         digests = fingerprints(content).digests
-        return Bucket(digests, sum(tensor.nbytes for tensor in content.values()), num_unmoved, num_folded, content)
+        return Bucket(digests, sum(tensor.nbytes for tensor in content.values()), int(num_unmoved), num_folded, content)
 
     def read_warm_start(self, folder: Path) -> dict[str, torch.Tensor]:
         """Return, on all ranks, the adapter in a folder that rank 0 sees.
@@ -143,7 +144,7 @@ class Exports:
         self._version = -1
 
     def _full_precision(self, version: int) -> dict[str, torch.Tensor]:
-        """Return the whole adapter in float32 on rank 0's CPU, gathered once a version."""
+        """Return the whole adapter in float32 on rank 0's device, gathered once a version."""
         if version != self._version:
             with self._optimizer.masters_in(self._model.chunks):
                 self._tensors = adapter_tensors(self._model, keep=self._ranks.rank == 0)

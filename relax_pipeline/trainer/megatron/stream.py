@@ -27,14 +27,14 @@ class Weight:
 
 @torch.no_grad()
 def adapter_tensors(model: Model, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Return copies on the CPU of the whole adapter by HF-PEFT name; all ranks together, and only some keep it.
+    """Return copies, on the device, of the whole adapter by HF-PEFT name; all ranks together, and only some keep it.
 
     A fused module's lora_A appears under each of the HF modules it stands for.
     """
     tensors = {}
     for name, tensor in each_adapter_tensor(model):
         if keep:
-            tensors[name] = tensor.to("cpu", copy=True)
+            tensors[name] = tensor.clone()
     return tensors
 
 
