@@ -187,11 +187,10 @@ def measure(trainer: Trainer, scratch: Path, options: argparse.Namespace) -> dic
     tokens = sum(sample.num_tokens for sample in samples)
     logprobs = trainer.logprobs(samples[:CHECKED_SAMPLES], temperature=1.0)
 
-    def step() -> None:
-        trainer.forward_backward(samples, temperature=1.0)
-        trainer.optim_step()
+    def step() -> dict[str, float]:
+        return trainer.forward_backward(samples, temperature=1.0) | trainer.optim_step()
 
-    step()
+    first = step()
     reset_peak()
     train_s = median_seconds(step)
     peak = peak_gib()
@@ -202,6 +201,8 @@ def measure(trainer: Trainer, scratch: Path, options: argparse.Namespace) -> dic
     return {
         "logprobs": logprobs,
         "tokens": tokens,
+        "loss": first["loss"],
+        "grad_norm": first["grad_norm"],
         "train_tokens_per_s": tokens / train_s,
         "logprob_tokens_per_s": tokens / score_s,
         "peak_gib": peak,
@@ -280,6 +281,7 @@ def table(name: str, figures: dict[str, Any]) -> list[str]:
          f"{figures['save_s']:.2f} / {figures['load_s']:.2f} ({figures['checkpoint_bytes'] / 2**20:.0f})"),
         ("sleep / wake, s (GiB left)",
          f"{figures['sleep_s']:.2f} / {figures['wake_s']:.2f} ({figures['asleep_gib']:.2f})"),
+        ("first step's loss / gradient norm", f"{figures['loss']:.6f} / {figures['grad_norm']:.5g}"),
         ("logprob difference to transformers, mean / max",
          f"{figures['logprob_diff_mean']:.2e} / {figures['logprob_diff_max']:.2e}"),
     ]  # fmt: skip

@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from relax_pipeline.config import MegatronTrainerConfig
 from relax_pipeline.rl.batching import PaddedBatch, micro_batches, pad_batch, split_for_rank
 from relax_pipeline.trainer.megatron.context import WHOLE, Packing, Share, gathered_places, held_tokens, packing
+from relax_pipeline.trainer.megatron.parallel import Ranks
 from relax_pipeline.types import TrainingSample
 
 # S packed tokens, N of them on this rank; B sequences, T longest completion
@@ -40,6 +42,21 @@ class RankBatch(NamedTuple):
 
     indices: list[int]
     packed: PackedBatch
+
+
+def own_batches(samples: Sequence[TrainingSample], settings: MegatronTrainerConfig, ranks: Ranks) -> list[RankBatch]:
+    """Return this rank's micro-batches of a step's samples."""
+    data, context = ranks.groups.dp, ranks.groups.cp
+    return rank_batches(
+        samples,
+        settings.micro_batch_tokens,
+        rank=data.rank(),
+        world_size=data.size(),
+        device=ranks.device,
+        share=Share(context.rank(), context.size()),
+        length_multiple=settings.tensor_parallel_size if settings.sequence_parallel else 1,
+        count_multiple=settings.pipeline_parallel_size if settings.virtual_pipeline_parallel_size > 1 else 1,
+    )
 
 
 def rank_batches(

@@ -17,8 +17,7 @@ from relax_pipeline.errors import TrainerError
 from relax_pipeline.models import resolve_device
 from relax_pipeline.seeds import derive_seed
 from relax_pipeline.trainer.base import Bucket, Payload, RankLayout, TrainerInfo
-from relax_pipeline.trainer.megatron.batches import RankBatch, rank_batches
-from relax_pipeline.trainer.megatron.context import Share
+from relax_pipeline.trainer.megatron.batches import own_batches
 from relax_pipeline.trainer.megatron.exports import Exports
 from relax_pipeline.trainer.megatron.forward import Passes
 from relax_pipeline.trainer.megatron.model import build_model
@@ -63,7 +62,7 @@ class MegatronTrainer:
     ) -> list[NDArray[np.float32]]:
         """See `Trainer.logprobs`."""
         with self._machine(), nullcontext() if adapter_enabled else self._model.bare():
-            batches = self._batches(samples)
+            batches = own_batches(samples, self._settings, self._ranks)
             logprobs = self._passes.logprobs([batch.packed for batch in batches], temperature)
         mine = {}
         if self._ranks.answers:
@@ -77,7 +76,7 @@ class MegatronTrainer:
         """See `Trainer.forward_backward`."""
         token_total, sequence_total = trained_totals(samples)
         with self._machine():
-            batches = [batch.packed for batch in self._batches(samples)]
+            batches = [batch.packed for batch in own_batches(samples, self._settings, self._ranks)]
             if self._config.algorithm.kl_coef > 0:
                 with self._model.bare():
                     references = self._passes.logprobs(batches, temperature)
@@ -184,19 +183,6 @@ class MegatronTrainer:
             raise TrainerError("the trainer sleeps, its weights are in host memory; call wake first")
         with runnable(self._device, transformer_engine=self._transformer_engine):
             yield
-
-    def _batches(self, samples: Sequence[TrainingSample]) -> list[RankBatch]:
-        groups, settings = self._ranks.groups, self._settings
-        return rank_batches(
-            samples,
-            settings.micro_batch_tokens,
-            rank=groups.dp.rank(),
-            world_size=groups.dp.size(),
-            device=self._ranks.device,
-            share=Share(groups.cp.rank(), groups.cp.size()),
-            length_multiple=settings.tensor_parallel_size if settings.sequence_parallel else 1,
-            count_multiple=settings.pipeline_parallel_size if settings.virtual_pipeline_parallel_size > 1 else 1,
-        )
 
     def _refuse_unless_finite(self, name: str, value: float) -> None:
         if not math.isfinite(value):
