@@ -3,8 +3,9 @@
     python benchmarks/sync.py --shape 0.6B --folder /disk/with/room --results benchmarks/results/sync.json
     python benchmarks/sync.py --shape tiny    # on a CPU, to see that it works
 
-One trainer and one engine in processes of their own, on one GPU that they share (--gpus 2: on one each). Seconds are
-medians over the syncs after the first; each follows an optimizer step and ends with the engine verified and serving.
+One trainer and one engine in processes of their own, on one GPU that they share (--gpus 2: on one each), started once a
+mode. Seconds are medians over the syncs after a transport's first; each follows an optimizer step and ends with the
+engine verified and serving. `link` is what its bytes take on the link that they cross, measured in the same run.
 """
 
 from __future__ import annotations
@@ -15,25 +16,30 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from links import measure_links
+from sync_models import SHAPES, make_model
+from sync_table import print_tables
 
 from relax_pipeline.config import RunConfig
-from relax_pipeline.processes import Processes, open_processes
+from relax_pipeline.processes import Processes, make_sync, start_engines
+from relax_pipeline.remote.cluster import ray_cluster
+from relax_pipeline.remote.trainer import RemoteTrainer
+from relax_pipeline.sync.outbox import Outbox, make_transport
 from relax_pipeline.sync_check import Mode, for_check, probe_sequences, take_random_step
+from relax_pipeline.trainer.base import RankLayout, Trainer
+from relax_pipeline.trainer.make import make_trainer
 from relax_pipeline.types import GenerateRequest, SamplingParams, TrainingSample
 
-SHAPES = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
-}
-PHASES = ("export", "transfer", "activate", "verify")
+PHASES = ("export", "transfer", "activate", "verify", "pause")
 SYNCS = 4
 PROMPT_TOKENS, SEQUENCE_TOKENS, NUM_SEQUENCES = 32, 256, 8
 
@@ -47,55 +53,48 @@ def main() -> None:
     parser.add_argument("--transports", nargs="+", default=["object_store", "ipc", "disk"])
     parser.add_argument("--gpus", type=int, choices=[1, 2], default=1)
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--completions", type=int, default=256, help="decoded together")
+    parser.add_argument("--completions", type=int, default=256, help="decoded together; 0: none")
     parser.add_argument("--tokens", type=int, default=256, help="decoded for each")
     parser.add_argument("--trainer", choices=["fsdp", "megatron"], default="fsdp")
+    parser.add_argument("--offload", choices=["none", "kv_cache", "all"], default="none", help="then sleep is measured")
     parser.add_argument("--engine-args", nargs=argparse.REMAINDER, default=[], help="last: go to SGLang as they are")
     options = parser.parse_args()
-    make_model(options.folder / "model", SHAPES[options.shape])
-    rows = [
-        measure(options, mode, transport, decode=place == 0)
-        for mode in options.modes
-        for place, transport in enumerate(options.transports)
-    ]
-    write_results(options, rows)
+    make_model(options.folder / "model", options.shape)
+    facts: dict[str, Any] = describe(options)
+    facts["rows"] = [row for mode in options.modes for row in measure(options, mode, facts["links"])]
+    if options.results:
+        options.results.parent.mkdir(parents=True, exist_ok=True)
+        options.results.write_text(json.dumps(facts, indent=2) + "\n")
+    print_tables(f"Qwen3 {options.shape}, rank {options.rank}, {options.trainer} trainer", facts, PHASES)
 
 
-def make_model(folder: Path, shape: dict[str, int]) -> None:
-    """Write a Qwen3 of random bfloat16 weights, unless it is there."""
-    if (folder / "config.json").is_file():
-        return
-    tiny = shape["hidden_size"] < 1024
-    config = Qwen3Config(
-        **shape,
-        vocab_size=512 if tiny else 151936,
-        num_key_value_heads=min(8, shape["num_attention_heads"]),
-        head_dim=16 if tiny else 128,
-        initializer_range=0.15 if tiny else 0.05,  # with the usual 0.02 all tokens are about equally likely
-        tie_word_embeddings=True,
-        max_position_embeddings=4096,
-        dtype="bfloat16",
-    )
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
+def describe(options: argparse.Namespace) -> dict[str, Any]:
+    cuda = torch.cuda.is_available()
+    links = measure_links(1 << 30) if cuda else {}
+    if cuda:
+        torch.cuda.empty_cache()
+    return {
+        "command": "python benchmarks/sync.py " + " ".join(a for a in sys.argv[1:] if not a.startswith("/")),
+        "machine": torch.cuda.get_device_name() if cuda else platform.machine(),
+        "gpus": options.gpus if cuda else 0,
+        "versions": {name: version(name) for name in ("torch", "transformers", "peft", "sglang")},
+        "links": links,
+    }
 
 
 def run_config(options: argparse.Namespace, mode: Mode, transport: str) -> RunConfig:
     cuda = torch.cuda.is_available()
     engine: dict[str, Any] = {"kind": "sglang", "extra_args": options.engine_args, "memory_fraction": 0.5}
-    if not cuda:
-        engine |= {"device": "cpu", "max_running_requests": 32}
+    engine |= {"offload": options.offload} if cuda else {"device": "cpu", "max_running_requests": 32}
     values = {
-        "run_name": f"{mode}-{transport}",
+        "run_name": mode,
         "output_dir": str(options.folder / "runs"),
         "steps": 1,
         "model": {"path": str(options.folder / "model"), "dtype": "bfloat16" if cuda else "float32"},
         "lora": {"rank": options.rank, "alpha": options.rank},
         "data": {"train": {"path": "unused"}},
         "trainer": {"kind": options.trainer},
+        "rollout": {"staleness": 0},
         "engine": engine,
         "sync": {"mode": mode, "transport": transport, "timeout_seconds": 600},
         "cluster": {"colocate": cuda and options.gpus == 1, "num_gpus": options.gpus if cuda else 0},
@@ -103,30 +102,78 @@ def run_config(options: argparse.Namespace, mode: Mode, transport: str) -> RunCo
     return for_check(RunConfig.model_validate(values), mode)
 
 
-def measure(options: argparse.Namespace, mode: Mode, transport: str, *, decode: bool) -> dict[str, Any]:
-    """Sync several versions one way; return the figures."""
-    config = run_config(options, mode, transport)
-    folder = options.folder / "runs" / config.run_name
-    folder.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
-    with open_processes(config, folder, probe=probe_sequences(config)) as processes:
-        first = processes.sync.sync()
-        row: dict[str, Any] = {"mode": mode, "transport": transport, "start_seconds": time.perf_counter() - started}
-        if decode:
-            row["decode_version_0"] = decode_rate(options, processes)
-        reports = []
-        for _ in range(SYNCS):
-            take_random_step(processes.trainer, config)
-            begun = time.perf_counter()
-            report = processes.sync.sync()
-            reports.append(report.seconds | {"all": time.perf_counter() - begun})
-        row |= {"bytes": report.num_bytes, "first": first.seconds, "quarantined": report.quarantined}
-        row["seconds"] = {p: statistics.median(r.get(p, 0.0) for r in reports[1:]) for p in (*PHASES, "all")}
-        row["difference_mean"], row["difference_max"], row["moved_mean"] = parity(config, processes)
-        if decode:
-            row["decode"] = decode_rate(options, processes)
-    print(json.dumps(row), flush=True)
-    return row
+class Switching(Outbox):
+    """Packs by the transport it was told last, so that one trainer and one engine serve for all of them."""
+
+    def use(self, config: RunConfig) -> None:
+        if self._transport:
+            self._transport.close()
+        self._transport = make_transport(config)
+
+
+def make_switching(config: RunConfig) -> Trainer:
+    outbox: Any = Switching(make_trainer(config, RankLayout()), None, keep_versions=3)
+    return outbox
+
+
+@contextmanager
+def started(config: RunConfig) -> Iterator[Processes]:
+    threads = 4 if torch.cuda.is_available() else 1
+    with ray_cluster(config.cluster, namespace="relax-sync-benchmark"):
+        gpus = int(torch.cuda.is_available())
+        trainer = RemoteTrainer([partial(make_switching, config)], num_threads=threads, num_gpus=gpus, timeout=600)
+        pool = start_engines(config, trainer)
+        yield Processes(trainer, pool, make_sync(config, trainer, pool, probe=probe_sequences(config)))
+        pool.close()
+        trainer.close()
+
+
+def measure(options: argparse.Namespace, mode: Mode, links: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """Yield a row a transport, measured one after the other on the same processes."""
+    begun = time.perf_counter()
+    with started(run_config(options, mode, options.transports[0])) as processes:
+        for place, transport in enumerate(options.transports):
+            config = run_config(options, mode, transport)
+            processes.trainer._all("use", config)
+            row: dict[str, Any] = {"mode": mode, "transport": transport}
+            if place == 0:
+                row["first"] = processes.sync.sync().seconds
+                row["start_seconds"] = time.perf_counter() - begun
+                row["decode_version_0"] = decode_rate(options, processes)
+            row |= measure_syncs(config, processes)
+            row["link_seconds"] = link_seconds(options, transport, row["bytes"], links)
+            if place == len(options.transports) - 1:
+                row["decode"] = decode_rate(options, processes)
+                if options.offload != "none":
+                    row["sleep"] = measure_sleep(processes)
+            print(json.dumps(row), flush=True)
+            yield row
+
+
+def measure_syncs(config: RunConfig, processes: Processes) -> dict[str, Any]:
+    reports = []
+    for _ in range(SYNCS):
+        take_random_step(processes.trainer, config)
+        begun = time.perf_counter()
+        report = processes.sync.sync()
+        reports.append(report.seconds | {"all": time.perf_counter() - begun})
+    seconds = {phase: statistics.median(r.get(phase, 0.0) for r in reports[1:]) for phase in (*PHASES, "all")}
+    difference_mean, difference_max, moved_mean = parity(config, processes)
+    return {
+        "bytes": report.num_bytes,
+        "seconds": seconds,
+        "quarantined": report.quarantined,
+        "difference_mean": difference_mean,
+        "difference_max": difference_max,
+        "moved_mean": moved_mean,
+    }
+
+
+def link_seconds(options: argparse.Namespace, transport: str, num_bytes: int, links: dict[str, float]) -> float | None:
+    """Return what the bytes take on the narrowest link on their way."""
+    on_gpu = {"ipc": "within_gpu" if options.gpus == 1 else None, "nccl": "gpu_to_gpu"}
+    rate = links.get(on_gpu.get(transport) or "gpu_to_pinned_host")
+    return num_bytes / rate if rate else None
 
 
 def parity(config: RunConfig, processes: Processes) -> tuple[float, float, float]:
@@ -144,8 +191,10 @@ def parity(config: RunConfig, processes: Processes) -> tuple[float, float, float
     return float(difference.mean()), float(difference.max()), float(np.abs(policy - base).mean())
 
 
-def decode_rate(options: argparse.Namespace, processes: Processes) -> float:
+def decode_rate(options: argparse.Namespace, processes: Processes) -> float | None:
     """Return tokens a second, once warm."""
+    if not options.completions:
+        return None
     sampling = SamplingParams(max_new_tokens=options.tokens)
     prompts = np.random.default_rng(3).integers(0, 500, (options.completions, PROMPT_TOKENS)).tolist()
     requests = [GenerateRequest(tuple(prompt), place, sampling) for place, prompt in enumerate(prompts)]
@@ -156,29 +205,14 @@ def decode_rate(options: argparse.Namespace, processes: Processes) -> float:
     return sum(len(completion.token_ids) for completion in completions) / seconds
 
 
-def write_results(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    facts = {
-        "command": "python benchmarks/sync.py " + " ".join(a for a in sys.argv[1:] if not a.startswith("/")),
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-        "gpus": options.gpus if torch.cuda.is_available() else 0,
-        "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
-        "rows": rows,
-    }
-    if options.results:
-        options.results.parent.mkdir(parents=True, exist_ok=True)
-        options.results.write_text(json.dumps(facts, indent=2) + "\n")
-    print(f"Qwen3 {options.shape}, rank {options.rank}, {options.trainer} trainer, {facts['machine']}\n")
-    print("| mode | transport | MiB | " + " | ".join(PHASES) + " | step to serving | mean / max difference | moved |")
-    print("|---" * (len(PHASES) + 6) + "|")
-    for row in rows:
-        seconds = " | ".join(f"{row['seconds'][phase]:.3f}" for phase in (*PHASES, "all"))
-        parity_text = f"{row['difference_mean']:.2g} / {row['difference_max']:.2g} | {row['moved_mean']:.2g}"
-        print(f"| {row['mode']} | {row['transport']} | {row['bytes'] / 2**20:.1f} | {seconds} | {parity_text} |")
-    print("\n| decoding | tokens/s |\n|---|---|")
-    for row in rows:
-        if "decode" in row:
-            before = "base" if row["mode"] == "merge" else "adapter of zeros"
-            print(f"| {before} | {row['decode_version_0']:,.0f} |\n| {row['mode']} | {row['decode']:,.0f} |")
+def measure_sleep(processes: Processes) -> dict[str, float]:
+    """Return the seconds that an engine takes to free its memory and to take it back, and how much it freed."""
+    before, begun = torch.cuda.mem_get_info()[0], time.perf_counter()
+    with processes.pool.asleep():
+        sleep = time.perf_counter() - begun
+        freed = torch.cuda.mem_get_info()[0] - before
+        begun = time.perf_counter()
+    return {"sleep_seconds": sleep, "wake_seconds": time.perf_counter() - begun, "freed_bytes": freed}
 
 
 if __name__ == "__main__":

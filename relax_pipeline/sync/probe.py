@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,24 +24,35 @@ _FOLLOWS = 0.5
 
 
 class Probe:
-    """Holds what the trainer computes for each version, and what each engine computed before it was sent anything."""
+    """Holds what the trainer computes for each version, and what each engine computed before it was sent anything.
+
+    The trainer computes in a thread of its own, while engines are sent the version; `check` waits for it.
+    """
 
     def __init__(self, trainer: Trainer, sequences: Sequence[Sequence[int]], *, tolerance: float) -> None:
         self._trainer, self._tolerance = trainer, tolerance
         self._sequences = [tuple(sequence) for sequence in sequences]
-        self._expected: dict[int, Logprobs] = {}
-        self._bare: Logprobs | None = None
-        self._engines_bare: dict[tuple[str, str], Logprobs] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="probe")
+        self._expected: dict[int, Future[Logprobs]] = {}
+        self._bare: Future[Logprobs] | None = None
+        self._engines_bare: dict[str, tuple[str, Logprobs]] = {}
+        """By engine id: incarnation, and what that one computed."""
 
     def expects(self, version: int) -> bool:
         """Whether engines are compared at this version."""
         return version in self._expected
 
     def expect(self, version: int) -> None:
-        """Take the trainer's logprobs of its present version."""
+        """Begin to take the trainer's logprobs of its present version; it must stay there until `settle`."""
         if self._bare is None and self._trainer.info().modules:
-            self._bare = self._compute(adapter_enabled=False)
-        self._expected[version] = self._compute(adapter_enabled=True)
+            self._bare = self._thread.submit(self._compute, adapter_enabled=False)
+        self._expected[version] = self._thread.submit(self._compute, adapter_enabled=True)
+
+    def settle(self) -> None:
+        """Wait until the trainer has computed; raises what it raised."""
+        for computed in (self._bare, *self._expected.values()):
+            if computed is not None:
+                computed.result()
 
     def forget(self, version: int) -> None:
         """Drop what the trainer computed for a version."""
@@ -48,9 +60,9 @@ class Probe:
 
     def meet(self, engine: Engine, info: EngineInfo) -> None:
         """Take the logprobs of an engine that serves the bare base, once in its life."""
-        key = info.engine_id, info.incarnation
-        if key not in self._engines_bare:
-            self._engines_bare[key] = engine.logprobs(self._sequences, version=None)
+        met, _ = self._engines_bare.get(info.engine_id, (None, None))
+        if met != info.incarnation:
+            self._engines_bare[info.engine_id] = info.incarnation, engine.logprobs(self._sequences, version=None)
 
     def check(self, engine: Engine, info: EngineInfo, version: int) -> float:
         """Compare an engine with the trainer; return the mean |difference| in nats.
@@ -59,8 +71,8 @@ class Probe:
             SyncError: They differ by more than the tolerance; or the engine did not move away from the base as the
                 trainer did; or version 0 is the trainer's base and not the engine's.
         """
-        answered, expected = engine.logprobs(self._sequences, version=version), self._expected[version]
-        bare = self._engines_bare[info.engine_id, info.incarnation]
+        answered, expected = engine.logprobs(self._sequences, version=version), self._expected[version].result()
+        _, bare = self._engines_bare[info.engine_id]
         difference = probe_difference(answered, expected)
         if difference > self._tolerance:
             raise SyncError(
@@ -68,7 +80,8 @@ class Probe:
                 f"from the trainer's in the mean, sync.probe_tolerance is {self._tolerance:g}"
             )
         if self._bare is not None:
-            share = followed_share(bare, answered, self._bare, expected)
+            trainer_bare = self._bare.result()
+            share = followed_share(bare, answered, trainer_bare, expected)
             if share is not None and share < _FOLLOWS:
                 raise SyncError(
                     f"engine {info.engine_id} does not run version {version}: its probe logprobs made {share:.0%} of "
@@ -76,7 +89,7 @@ class Probe:
                 )
             # Unless it starts from an adapter, version 0 is the base.
             near = self._tolerance / 10
-            if version == 0 and probe_difference(expected, self._bare) <= near < probe_difference(answered, bare):
+            if version == 0 and probe_difference(expected, trainer_bare) <= near < probe_difference(answered, bare):
                 raise SyncError(f"engine {info.engine_id}: version 0 is not the base, though it is the trainer's")
         return difference
 

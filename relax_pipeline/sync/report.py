@@ -14,7 +14,8 @@ class SyncReport:
     num_bytes: int = 0
     """Sent to each engine; 0 when every engine already held the version."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """export, transfer, activate, verify."""
+    """export, transfer, activate, verify: the last two parts of it side by side, the trainer's and the engine's. pause
+    is how long the engines were kept idle for it, in merge mode."""
     probe_difference: float | None = None
     """Mean |logprob| difference between an engine and the trainer, of the worst engine; None: not compared."""
     rounding_share: float | None = None
@@ -30,8 +31,7 @@ class SyncReport:
         if engine.probe_difference is not None:
             self.probe_difference = max(self.probe_difference or 0.0, engine.probe_difference)
         for phase, seconds in engine.seconds.items():
-            shared = self.seconds.get(phase, 0.0) if phase in ("export", "verify") else 0.0
-            self.seconds[phase] = max(self.seconds.get(phase, 0.0), shared + seconds)
+            self.seconds[phase] = max(self.seconds.get(phase, 0.0), seconds)
 
     def metrics(self) -> dict[str, float]:
         """Return the figures to plot."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 
 from relax_pipeline.config import SyncConfig
 from relax_pipeline.errors import EngineError, SyncError
+from relax_pipeline.rollout.base import EngineInfo
 from relax_pipeline.rollout.pool import EnginePool, Slot
 from relax_pipeline.sync.contract import check_contract, table
 from relax_pipeline.sync.probe import Probe
@@ -39,7 +40,8 @@ class WeightSync:
         self._keep_versions = keep_versions
         self._probe = Probe(trainer, probe, tolerance=tolerance)
         self._base_digest = trainer.info().base_tensors_digest
-        self._acknowledged: dict[tuple[str, str], dict[int, str]] = {}
+        self._acknowledged: dict[str, tuple[str, dict[int, str]]] = {}
+        """By engine id: incarnation, and the digest of each version that one acknowledged."""
         self._shipments: list[Shipment] = []
         self._num_syncs = 0
         self._agreed = False
@@ -58,12 +60,15 @@ class WeightSync:
             with _timed(report.seconds, "export"):
                 self._export(report.version)
             report.rounding_share = self._shipments[-1].rounding_share
-            self._expect(report)
-            self._pool.replace_lost()
-            self._agree()
-            with self._pool.drained() if self._config.mode == "merge" else nullcontext():
-                self._bring_up(report)
-                self._pool.serving_version = report.version
+            self._expect(report.version)
+            try:
+                self._pool.replace_lost()
+                self._agree()
+                with self._paused(report) if self._config.mode == "merge" else nullcontext():
+                    self._bring_up(report)
+                    self._pool.serving_version = report.version
+            finally:
+                self._probe.settle()
             self._retire()
         return report
 
@@ -104,13 +109,18 @@ class WeightSync:
             _log.info("adapters go to %d engines:\n%s", len(engines), table(rows))
             self._agreed = True
 
-    def _expect(self, report: SyncReport) -> None:
-        """Take the trainer's probe logprobs of a new version, where this sync is one that compares them."""
+    def _expect(self, version: int) -> None:
+        """Have the trainer compute the probe of a new version, where this sync is one that compares it."""
         due = self._config.verify and self._num_syncs % self._config.verify_every == 0
         self._num_syncs += 1
-        if due and not self._probe.expects(report.version):
-            with _timed(report.seconds, "verify"):
-                self._probe.expect(report.version)
+        if due and not self._probe.expects(version):
+            self._probe.expect(version)
+
+    @contextmanager
+    def _paused(self, report: SyncReport) -> Iterator[None]:
+        """Keep the engines idle inside this block."""
+        with self._pool.drained(), _timed(report.seconds, "pause"):
+            yield
 
     def _bring_up(self, report: SyncReport) -> None:
         """Bring all running engines to the versions in use; replace them once if none of them can be."""
@@ -134,7 +144,7 @@ class WeightSync:
 
     def _bring_up_engine(self, slot: Slot) -> SyncReport:
         report = SyncReport(self._pool.serving_version, self._config.mode)
-        held = self._acknowledged.setdefault((slot.info.engine_id, slot.info.incarnation), {})
+        held = self._held(slot.info)
         try:
             check_base(slot.info, self._base_digest)
             if self._config.verify:
@@ -158,6 +168,14 @@ class WeightSync:
         except (EngineError, SyncError) as error:
             self._pool.quarantine(slot, str(error))
         return report
+
+    def _held(self, engine: EngineInfo) -> dict[int, str]:
+        """Return the digests that this incarnation of an engine has acknowledged, by version."""
+        met, held = self._acknowledged.get(engine.engine_id, ("", {}))
+        if met != engine.incarnation:
+            held = {}
+            self._acknowledged[engine.engine_id] = engine.incarnation, held
+        return held
 
     def _retire(self) -> None:
         """Forget versions no rollout can still ask for; merge mode holds one version anyway."""
