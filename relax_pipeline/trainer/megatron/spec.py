@@ -111,18 +111,21 @@ class PortableAttention(nn.Module):
     def _all_at_once(
         self, query_NHD: torch.Tensor, key_MHD: torch.Tensor, value_MHD: torch.Tensor, packed: Packing
     ) -> torch.Tensor:
-        """Use torch's flash attention over packed sequences, which computes in half precision on a GPU only."""
-        copies = query_NHD.shape[1] // key_MHD.shape[1]
+        """Use torch's flash attention over packed sequences, which computes in half precision on a GPU only.
+
+        It shares a key among its group of queries by itself, and aligns the causal mask at the ends of a chunk's
+        queries and keys.
+        """
         output_NHD: torch.Tensor = varlen_attn(  # type: ignore[assignment]
             query_NHD,
-            key_MHD.repeat_interleave(copies, dim=1),
-            value_MHD.repeat_interleave(copies, dim=1),
+            key_MHD,
+            value_MHD,
             packed.bounds_queries,
             packed.bounds_keys,
             packed.longest_queries,
             packed.longest_keys,
             scale=self._scale,
-            window_size=(-1, 0),  # causal; each chunk's last query is that of its last key
+            window_size=(-1, 0),  # causal
         )
         return output_NHD.flatten(1)
 
