@@ -16,6 +16,7 @@ from relax_pipeline.lora.fold import fold
 from relax_pipeline.lora.gates import adapted_gates
 from relax_pipeline.lora.names import adapted_modules, lora_key
 from relax_pipeline.lora.norms import delta_norms
+from relax_pipeline.lora.packed import fold_experts, packed_weight
 from relax_pipeline.lora.warm_start import read_warm_start
 from relax_pipeline.safetensors_io.identity import model_digest
 from relax_pipeline.trainer.base import Bucket, Payload, TrainerInfo
@@ -157,9 +158,13 @@ class Exports:
 
     def _folded(self, name: str, weight: torch.Tensor, adapter: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """Return the weight with its delta, or None where it has none."""
+        if self._spec is None:
+            return None
         module = name.removesuffix(".weight")
         lora_A, lora_B = adapter.get(lora_key(module, "A")), adapter.get(lora_key(module, "B"))
-        if self._spec is None or lora_A is None or lora_B is None or not lora_B.any():
+        if lora_A is None or lora_B is None:
+            return fold_experts(weight, name, adapter, scaling=self._spec.scaling)
+        if not lora_B.any():
             return None
         lora_A, lora_B = lora_A.to(weight.device), lora_B.to(weight.device)
         return fold(weight, lora_A_RI=lora_A, lora_B_OR=lora_B, scaling=self._spec.scaling)
@@ -185,7 +190,7 @@ class Exports:
 
     def _refuse_gaps(self, modules: Sequence[str], names: set[str]) -> None:
         """Every adapter must belong to a weight that is exported, or merging would lose it."""
-        lost = [module for module in modules if f"{module}.weight" not in names and module not in names]
+        lost = [module for module in modules if names.isdisjoint({f"{module}.weight", module, packed_weight(module)})]
         if lost:
             raise ModelError(f"{len(lost)} adapters have no weight of that name in the export, e.g. {lost[:3]}")
 
