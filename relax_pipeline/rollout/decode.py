@@ -32,7 +32,7 @@ def decode(model: PreTrainedModel, requests: Sequence[GenerateRequest]) -> list[
     limits = np.array([p.max_new_tokens for p in params])
     uniforms_BT = torch.stack([uniform_stream(request.seed, int(limits.max())) for request in requests])
     ids_BS, mask_BS = left_pad([request.token_ids for request in requests], device=model.device)
-    cache = DynamicCache()
+    cache = DynamicCache(config=model.config)  # layers with a state of another kind keep it too
     tokens_TB: list[torch.Tensor] = []
     logprobs_TB: list[torch.Tensor] = []
     lengths, stopped = np.zeros_like(limits), np.zeros(len(requests), dtype=bool)
