@@ -13,11 +13,19 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from relax_pipeline.config import LoraConfig, ModelConfig
 from relax_pipeline.errors import ConfigError, ModelError
 from relax_pipeline.lora.names import lora_key
+from relax_pipeline.lora.scope import in_vision_region
 from relax_pipeline.types import AdapterSpec
 
 
@@ -28,6 +36,13 @@ def resolve_device(device: str) -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
         raise ModelError("device is cuda, and torch finds no GPU here; set device to auto or cpu")
     return torch.device(device)
+
+
+def model_class(described: PretrainedConfig) -> Any:
+    """Return the auto class that builds a model whole: with the part that sees, where it has one."""
+    return (
+        AutoModelForImageTextToText if type(described) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
+    )
 
 
 def load_model(config: ModelConfig, *, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -48,11 +63,11 @@ def load_model(config: ModelConfig, *, device: torch.device, dtype: torch.dtype 
         )
     model: PreTrainedModel
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        local: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
+        model, found = model_class(AutoConfig.from_pretrained(folder, **local)).from_pretrained(
             folder,
+            **local,
             dtype=dtype or getattr(torch, config.dtype),
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=True,
             attn_implementation="sdpa",
             output_loading_info=True,
         )
@@ -73,12 +88,16 @@ def linear_leaf_names(model: nn.Module) -> tuple[str, ...]:
 def adaptable_shapes(model: nn.Module, *, experts: bool) -> dict[str, tuple[int, int]]:
     """Return what can carry an adapter: full module name to (in_features, out_features), in model order.
 
+    Parts that see or hear are left out: prompts are text, so that no adapter there would ever train.
+
     Args:
         model: Weights may be on the meta device.
         experts: Also each expert of those that transformers packs into one parameter a layer.
     """
     shapes: dict[str, tuple[int, int]] = {}
     for name, module in model.named_modules():
+        if in_vision_region(name):
+            continue
         if isinstance(module, nn.Linear):
             shapes[name] = module.in_features, module.out_features
         elif experts and (packed := _packed_experts(name, module)):

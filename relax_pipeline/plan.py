@@ -91,7 +91,7 @@ def make_plan(config: RunConfig) -> Plan:
 
     attempt(check_backends, config)
     attempt(build_scorer, config.rewards)
-    attempt(_check_trainer, config)
+    attempt(_check_trainer, config, notes)
     sizes = attempt(measure_model, config)
     prompts = attempt(_read_prompts, config)
     checkpoint = attempt(_find_checkpoint, config, prompts, notes)
@@ -114,10 +114,13 @@ def _config_warnings(config: RunConfig) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def _check_trainer(config: RunConfig) -> None:
+def _check_trainer(config: RunConfig, notes: list[str]) -> None:
     """Refuse a model or a layout that the trainer cannot do, or an adapter to start from that is not there."""
     check_model_folder(config)
-    check_model(config, json.loads((Path(config.model.path) / "config.json").read_text()))
+    hf_config = json.loads((Path(config.model.path) / "config.json").read_text())
+    check_model(config, hf_config)
+    if "vision_config" in hf_config:
+        notes.append("the base can see, and prompts are text so far: only its language part trains")
     if config.lora.start_from and not (Path(config.lora.start_from) / CONFIG_FILE).is_file():
         raise ConfigError(
             f"lora.start_from: {config.lora.start_from} holds no {CONFIG_FILE}; give a PEFT folder, or the adapter/ "

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import ConfigError, ModelError
 from relax_pipeline.inputs import check_model_folder
 from relax_pipeline.lora.scope import resolve_targets
-from relax_pipeline.models import adaptable_shapes, base_state, refuse_packed_experts
+from relax_pipeline.models import adaptable_shapes, base_state, model_class, refuse_packed_experts
 
 _FLOAT32_BYTES = 4
 
@@ -40,11 +40,12 @@ def measure_model(config: RunConfig) -> ModelSizes:
 
     Raises:
         ModelError: The folder holds no model that can be loaded.
-        ConfigError: A target matches no module, adapter mode would adapt a vision or audio part, or sequences may
-            become longer than the model can read.
+        ConfigError: A target matches no module, a vision or audio part would get adapters that cannot train or be
+            served, or sequences may become longer than the model can read.
     """
     model = _empty_model(config)
-    _check_lengths(config, getattr(model.config, "max_position_embeddings", None))
+    text_config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    _check_lengths(config, getattr(text_config, "max_position_embeddings", None))
     state = base_state(model)
     if config.trainer.kind == "fsdp":
         refuse_packed_experts(model, config.lora)
@@ -73,7 +74,7 @@ def _empty_model(config: RunConfig) -> nn.Module:
         described = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
         _check_modalities(described, config)
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(described, trust_remote_code=trust)
+            model: nn.Module = model_class(described).from_config(described, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         raise ModelError(f"model.path: transformers cannot build the model in {folder}: {error}") from error
     return model
@@ -81,6 +82,10 @@ def _empty_model(config: RunConfig) -> nn.Module:
 
 def _check_modalities(described: Any, config: RunConfig) -> None:
     parts = [name for name in ("vision_config", "audio_config") if getattr(described, name, None) is not None]
+    if parts and config.lora.enabled and config.lora.scope == "vision":
+        raise ConfigError(
+            "lora.scope is vision, and prompts are text so far: no adapter there would ever train; set it to language"
+        )
     if parts and config.lora.enabled and config.lora.scope == "all" and config.sync.mode == "adapter":
         raise ConfigError(
             f"the base declares {' and '.join(parts)}, and engines load adapters for its language part only: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from relax_pipeline.errors import AdapterError
 from relax_pipeline.lora.fingerprint import combine_digests, fingerprints
 from relax_pipeline.lora.names import adapted_modules, lora_key
+from relax_pipeline.lora.scope import VISION_REGIONS, in_vision_region
 from relax_pipeline.types import Adapter, AdapterSpec, WeightsInfo
 
 CONFIG_FILE = "adapter_config.json"
@@ -83,6 +84,15 @@ def write_adapter(adapter: Adapter, folder: Path, *, base_model: str, metadata: 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
     save_file(tensors, str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
-    (folder / CONFIG_FILE).write_text(json.dumps(peft_config(adapter.spec, base_model), indent=2) + "\n")
+    config = peft_config(adapter.spec, base_model) | _exclusions(adapter.info.modules)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     meta = {"policy_version": adapter.info.version, "digest": tensors_digest(tensors), **metadata}
     (folder / META_FILE).write_text(json.dumps(meta, indent=2) + "\n")
+
+
+def _exclusions(modules: Collection[str]) -> dict[str, str]:
+    """Keep peft off the part that sees: it may have modules of the same leaf names, for which there are no tensors."""
+    multimodal = any("language_model" in module.split(".") for module in modules)
+    if not multimodal or any(in_vision_region(module) for module in modules):
+        return {}
+    return {"exclude_modules": rf"(.+\.)?({'|'.join(sorted(VISION_REGIONS))})\..+"}

@@ -9,6 +9,7 @@ from relax_pipeline.config import MegatronTrainerConfig, RunConfig
 from relax_pipeline.errors import ConfigError
 
 _TARGETS = frozenset({"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router", "in_proj", "out_proj"})
+_SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -24,19 +25,33 @@ def check_model(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
     """
     if not isinstance(config.trainer, MegatronTrainerConfig):
         return
+    text_config = hf_config.get("text_config") or hf_config
     reasons = [
-        *_architecture(hf_config),
-        *_layout(config.trainer, hf_config),
-        *_experts(config, config.trainer, hf_config),
-        *(_adapters(config, config.trainer, hf_config) if config.lora.enabled else ()),
+        *_modalities(hf_config, text_config),
+        *_architecture(text_config),
+        *_layout(config.trainer, text_config),
+        *_experts(config, config.trainer, text_config),
+        *(_adapters(config, config.trainer, text_config) if config.lora.enabled else ()),
     ]
     if reasons:
         raise ConfigError("; ".join(reasons))
 
 
+def _modalities(hf_config: Mapping[str, Any], text_config: Mapping[str, Any]) -> Iterator[str]:
+    if "vision_config" not in hf_config and "audio_config" not in hf_config:
+        return
+    if hf_config.get("model_type") not in _SEEING:
+        yield (
+            f"of models with a vision or audio part the Megatron trainer trains {', '.join(_SEEING)}, on text, and not "
+            f"{hf_config.get('model_type')}: set trainer.kind to fsdp"
+        )
+    rope = text_config.get("rope_parameters") or text_config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type", "default")
+    if kind not in ("default", "mrope"):
+        yield f"Megatron-Bridge drops the {kind!r} rotary scaling of a model that sees: set trainer.kind to fsdp"
+
+
 def _architecture(hf_config: Mapping[str, Any]) -> Iterator[str]:
-    if "vision_config" in hf_config or "audio_config" in hf_config:
-        yield "the Megatron trainer trains text models only so far: set trainer.kind to fsdp"
     if hf_config.get("kv_lora_rank"):
         yield "the Megatron trainer has no multi-latent attention so far: set trainer.kind to fsdp"
     if hf_config.get("sliding_window") and hf_config.get("use_sliding_window", True):
@@ -58,8 +73,6 @@ def _layout(trainer: MegatronTrainerConfig, hf_config: Mapping[str, Any]) -> Ite
                 f"trainer.tensor_parallel_size {split} x trainer.context_parallel_size {context} does not divide the "
                 f"model's {name} {value}: choose others"
             )
-    if context > 1 and "vision_config" in hf_config:
-        yield f"trainer.context_parallel_size is {context}: sequences with images are not shared so far; set it to 1"
     layers = hf_config.get("num_hidden_layers", 0)
     pieces = trainer.pipeline_parallel_size * trainer.virtual_pipeline_parallel_size
     if layers % pieces:

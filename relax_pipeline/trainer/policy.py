@@ -16,7 +16,7 @@ from relax_pipeline.lora.fingerprint import fingerprint, fingerprints
 from relax_pipeline.lora.fold import fold
 from relax_pipeline.lora.names import lora_key
 from relax_pipeline.lora.norms import delta_norms
-from relax_pipeline.lora.scope import resolve_targets
+from relax_pipeline.lora.scope import in_vision_region, resolve_targets
 from relax_pipeline.models import (
     adaptable_shapes,
     adapter_linears,
@@ -44,7 +44,7 @@ class Policy:
     Attributes:
         model: The transformers model, adapters inside.
         parameters: What trains, by HF-PEFT name (by HF name without an adapter); float32, sharded like the model.
-        frozen: The base's parameters by HF name; empty when they train.
+        frozen: The base's parameters by HF name that do not train: all with an adapter, else those of a part that sees.
         spec: The adapter's settings; None without one.
         modules: Full names of the adapted modules.
         base_tensors_digest: Of the base as loaded, in the dtype it is served in.
@@ -69,14 +69,16 @@ class Policy:
             for linear in adapter_linears(self.model, _ADAPTER).values():
                 linear.float()  # peft gives it the dtype of the base
         else:
-            self.model.requires_grad_(True)
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(not in_vision_region(name))  # prompts are text
         if gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         if shard:
             _shard(self.model)
         named = {name.replace(".base_layer.", "."): p for name, p in self.model.named_parameters()}
-        self.parameters = adapter_parameters(self.model, _ADAPTER) if self.spec else named
         self.frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        trained = {name: p for name, p in named.items() if p.requires_grad}
+        self.parameters = adapter_parameters(self.model, _ADAPTER) if self.spec else trained
 
     def logits(self, *, num_last: int, **inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits of the last positions, [B, num_last, V]."""

@@ -14,8 +14,10 @@ from megatron_models import megatron_config
 from rank_group import rank_group
 from safetensors.torch import save_file
 from tiny_run import make_samples, reference_logprobs, train
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
+from relax_pipeline.config import ModelConfig
+from relax_pipeline.models import load_model, model_class
 from relax_pipeline.trainer.base import Trainer, TrainerInfo
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -28,7 +30,8 @@ CP = {"context_parallel_size": 2}
 EP = DP | {"expert_parallel_size": 2}
 PIECES = PP | {"virtual_pipeline_parallel_size": 2}
 DELTA = {"target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj"]}
-LORA: dict[str, dict[str, Any]] = {"delta": DELTA, "delta_moe": DELTA}
+LORA: dict[str, dict[str, Any]] = {"delta": DELTA, "delta_moe": DELTA, "delta_moe_vl": DELTA}
+SEEING = ["qwen3_vl", "qwen2_5_vl", "delta_moe_vl"]
 SAMPLES = make_samples(7, seed=5)
 TEMPERATURE = 0.7
 
@@ -82,23 +85,36 @@ def assert_close(ones: list[np.ndarray], others: list[np.ndarray], atol: float) 
 
 
 def of_transformers(folder: Path) -> list[np.ndarray]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    kind = model_class(AutoConfig.from_pretrained(folder))
+    model = kind.from_pretrained(folder, dtype=torch.float32).eval()
     return [reference_logprobs(model, sample, temperature=TEMPERATURE) for sample in SAMPLES]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "tied", "odd", "llama", "qwen2", "moe", "delta", "delta_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "tied", "odd", "llama", "qwen2", "moe", "delta", "delta_moe", *SEEING])
 def test_one_rank_has_the_logprobs_of_transformers_before_and_after_training(
     family: str, single: Callable[[str], Outcome], folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     outcome = single(family)
     assert_close(outcome.before, of_transformers(folder(family)), 2e-5)
     merged = dict(outcome.merged)
-    if family == "tied":
+    if family in ("tied", "qwen2_5_vl"):
         del merged["lm_head.weight"]
     save_file({name: tensor.contiguous() for name, tensor in merged.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder(family) / "config.json").read_text())
     assert_close(outcome.after, of_transformers(tmp_path), 3e-5)
     assert np.abs(np.concatenate(outcome.after) - np.concatenate(outcome.before)).max() > 0.1
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_the_part_that_sees_is_exported_as_it_is(
+    family: str, single: Callable[[str], Outcome], folder: Callable[[str], Path]
+) -> None:
+    base = load_model(ModelConfig(path=str(folder(family)), dtype="float32"), device=torch.device("cpu")).state_dict()
+    seeing = {name for name in base if name.startswith("model.visual.")}
+    merged = single(family).merged
+    assert merged.keys() == base.keys()
+    assert seeing
+    assert all(torch.equal(merged[name], base[name]) for name in seeing)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +142,10 @@ def test_one_rank_has_the_logprobs_of_transformers_before_and_after_training(
         ("delta", SP),
         ("delta", PP),
         ("delta_moe", EP),
+        ("qwen3_vl", SP | PP),
+        ("qwen3_vl", CP),
+        ("qwen2_5_vl", TP),
+        ("delta_moe_vl", EP),
     ],
 )
 def test_ranks_together_do_what_one_does(

@@ -150,16 +150,23 @@ def test_logprobs_entropy_and_gradients_leave_padded_columns_out(dtype: torch.dt
 
 
 @pytest.mark.parametrize(
-    "loss", [{}, {"kl_coef": 0.1, "entropy_coef": 0.01}, {"loss": "gspo", "aggregation": "sequence"}]
+    ("family", "loss"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"kl_coef": 0.1, "entropy_coef": 0.01}),
+        ("qwen3", {"loss": "gspo", "aggregation": "sequence"}),
+        ("qwen3_vl", {}),
+        ("qwen2_5_vl", {}),
+    ],
 )
 def test_both_trainers_have_the_same_logprobs_loss_and_gradient(
-    loss: dict[str, object], folder: Callable[[str], Path], tmp_path: Path
+    family: str, loss: dict[str, object], folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     from relax_pipeline.trainer.megatron import MegatronTrainer
 
-    config = megatron_config(folder("qwen3"), algorithm=loss)
+    config = megatron_config(folder(family), algorithm=loss)
     megatron = MegatronTrainer(config)
-    fsdp = FsdpTrainer(run_config(folder("qwen3"), lora={"rank": 4, "alpha": 8}, algorithm=loss))
+    fsdp = FsdpTrainer(run_config(folder(family), lora={"rank": 4, "alpha": 8}, algorithm=loss))
     assert fsdp.info().base_tensors_digest == megatron.info().base_tensors_digest
     train(megatron, updates=2)
     megatron.save(tmp_path / "trained")

@@ -15,10 +15,11 @@ from peft import PeftModel
 from rank_group import rank_group
 from safetensors.torch import load_file
 from tiny_run import make_samples, reference_logprobs, train
-from transformers import AutoModelForCausalLM
 
+from relax_pipeline.config import ModelConfig
 from relax_pipeline.errors import CheckpointError
 from relax_pipeline.lora.fingerprint import fingerprint
+from relax_pipeline.models import load_model
 from relax_pipeline.trainer.base import Trainer
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -30,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {"data_parallel_size": 2},
     "context": {"context_parallel_size": 2},
 }
-DELTA_LAYOUTS = {name: LAYOUTS[name] for name in ("one", "tensor")}
+TWO_LAYOUTS = {name: LAYOUTS[name] for name in ("one", "tensor")}
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "experts": {"data_parallel_size": 2, "expert_parallel_size": 2},
@@ -47,8 +48,13 @@ SAMPLES = make_samples(6, seed=5)
 
 @pytest.fixture(
     scope="module",
-    params=[("qwen3", LAYOUTS, {}), ("moe", EXPERT_LAYOUTS, {}), ("delta", DELTA_LAYOUTS, DELTA)],
-    ids=["dense", "moe", "delta"],
+    params=[
+        ("qwen3", LAYOUTS, {}),
+        ("moe", EXPERT_LAYOUTS, {}),
+        ("delta", TWO_LAYOUTS, DELTA),
+        ("qwen3_vl", TWO_LAYOUTS, {}),
+    ],
+    ids=["dense", "moe", "delta", "seeing"],
 )
 def trainers(
     request: pytest.FixtureRequest, folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
@@ -134,12 +140,13 @@ def test_whole_checkpoints_hold_a_base_that_trained_too(folder: Callable[[str], 
         assert step == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_the_adapter_of_two_ranks_loads_with_peft(folder: Callable[[str], Path], tmp_path: Path) -> None:
-    with rank_group(megatron_config(folder("qwen3"), trainer=LAYOUTS["tensor"]), tmp_path) as trainer:
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen2_5_vl"])
+def test_the_adapter_of_two_ranks_loads_with_peft(family: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    with rank_group(megatron_config(folder(family), trainer=LAYOUTS["tensor"]), tmp_path) as trainer:
         train(trainer, updates=3)
         trainer.save(tmp_path / "checkpoint")
         logprobs = trainer.logprobs(SAMPLES, temperature=1.0)
-    base = AutoModelForCausalLM.from_pretrained(folder("qwen3"), dtype=torch.float32)
+    base = load_model(ModelConfig(path=str(folder(family)), dtype="float32"), device=torch.device("cpu"))
     model = PeftModel.from_pretrained(base, tmp_path / "checkpoint" / "adapter").eval()
     for sample, values in zip(SAMPLES, logprobs, strict=True):
         expected = reference_logprobs(model, sample, temperature=1.0)

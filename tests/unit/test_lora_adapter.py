@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_run import random_adapter
 
 from relax_pipeline.errors import AdapterError
 from relax_pipeline.lora.adapter import (
@@ -112,3 +114,15 @@ def test_folder_tells_peft_the_scaling_and_us_the_digest(adapter: Adapter, tmp_p
         "digest": tensors_digest(tensors()),
         "base_digest": "abc",
     }
+
+
+@pytest.mark.parametrize(
+    ("module", "excluded"),
+    [("model.layers.0.mlp.up_proj", False), ("model.language_model.layers.0.mlp.up_proj", True)],
+)
+def test_peft_is_told_to_leave_the_part_that_sees_alone(module: str, excluded: bool, tmp_path: Path) -> None:
+    adapter = random_adapter([module], {module: (7, 5)}, version=1)
+    write_adapter(adapter, tmp_path, base_model="base", metadata={})
+    pattern = json.loads((tmp_path / "adapter_config.json").read_text()).get("exclude_modules", "")
+    assert bool(re.fullmatch(pattern, "model.visual.blocks.0.mlp.up_proj")) is excluded
+    assert not re.fullmatch(pattern, module)

@@ -19,6 +19,7 @@ DENSE = {
     "num_key_value_heads": 4,
 }
 MOE = DENSE | {"num_experts": 6}
+SEEING = {"model_type": "qwen3_vl", "vision_config": {}, "text_config": DENSE}
 DELTA = DENSE | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 
@@ -42,12 +43,6 @@ def config(trainer: dict[str, Any], lora: dict[str, Any]) -> RunConfig:
             {},
             "^trainer.tensor_parallel_size 2 x trainer.context_parallel_size 4 does not divide the model's "
             "linear_num_key_heads 4: choose others$",
-        ),
-        (
-            DENSE | {"vision_config": {}},
-            {"context_parallel_size": 2},
-            {},
-            "trainer.context_parallel_size is 2: sequences with images are not shared so far; set it to 1$",
         ),
         (DENSE, {"pipeline_parallel_size": 4}, {}, r"^the model's 6 layers do not go into 4 equal pieces: change"),
         (DENSE, {"pipeline_parallel_size": 12}, {}, r"^the model's 6 layers do not go into 12 equal pieces: change"),
@@ -90,7 +85,14 @@ def config(trainer: dict[str, Any], lora: dict[str, Any]) -> RunConfig:
             {"target_modules": ["router"]},
             "computes wrongly under trainer.sequence_parallel: remove it",
         ),
-        (DENSE | {"vision_config": {}}, {}, {}, "trains text models only so far: set trainer.kind to fsdp$"),
+        (SEEING | {"model_type": "gemma3"}, {}, {}, "on text, and not gemma3: set trainer.kind to fsdp$"),
+        (
+            SEEING | {"text_config": DENSE | {"rope_scaling": {"type": "yarn"}}},
+            {},
+            {},
+            "drops the 'yarn' rotary scaling of a model that sees: set trainer.kind to fsdp$",
+        ),
+        (SEEING, {"tensor_parallel_size": 3}, {}, "does not divide the model's num_key_value_heads 4: choose another$"),
         (DENSE | {"kv_lora_rank": 8}, {}, {}, "has no multi-latent attention so far"),
         (DENSE | {"sliding_window": 8}, {}, {}, "has no sliding-window attention so far"),
         (DENSE | {"model_type": "qwen3_next"}, {}, {}, "exports qwen3_next's in_proj in the wrong shape"),
@@ -114,6 +116,8 @@ def test_what_megatron_cannot_do_is_told_before_a_start(
         (DENSE, {"tensor_parallel_size": 4}, {"rank": 0}),
         (DENSE, {"tensor_parallel_size": 4, "context_parallel_size": 5}, {}),
         (DELTA, {"tensor_parallel_size": 2, "context_parallel_size": 2}, {}),
+        (SEEING, {"tensor_parallel_size": 4, "context_parallel_size": 2}, {}),
+        (SEEING | DENSE | {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope"}, "text_config": None}, {}, {}),
         (MOE, {"context_parallel_size": 3, "expert_parallel_size": 3}, {}),
     ],
 )

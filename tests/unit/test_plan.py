@@ -245,6 +245,17 @@ def test_multimodal_model_has_two_ways_out(values: dict[str, Any], seeing_model:
     assert make_plan(config(values, model={"path": seeing_model}, **changes)).refusals == ()
 
 
+def test_vision_alone_is_no_scope_while_prompts_are_text(values: dict[str, Any], seeing_model: str) -> None:
+    lora = {"rank": 6, "alpha": 12, "scope": "vision"}
+    [refusal] = make_plan(config(values, model={"path": seeing_model}, lora=lora, sync={"mode": "merge"})).refusals
+    assert refusal.endswith("no adapter there would ever train; set it to language")
+
+
+def test_a_model_that_sees_is_told_to_train_on_text(values: dict[str, Any], seeing_model: str) -> None:
+    notes = make_plan(config(values, model={"path": seeing_model}, sync={"mode": "merge"})).warnings
+    assert "the base can see, and prompts are text so far: only its language part trains" in notes
+
+
 def mixture(folder: Path) -> Path:
     """A mixture of 4 experts, 12 wide, on 32 features, in two layers."""
     shape = Qwen3MoeConfig(

@@ -47,6 +47,14 @@ A3B = {
     "tie_word_embeddings": False,
 }
 
+A3B_VL = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": A3B,
+    "vision_config": {"model_type": "qwen3_5_moe", "depth": 27, "hidden_size": 1152, "out_hidden_size": 2048},
+    "tie_word_embeddings": False,
+}
+
 
 @pytest.mark.parametrize(
     ("recipe", "shape"),
@@ -54,6 +62,8 @@ A3B = {
         ("qwen3-4b-merge-colocate-8gpu", QWEN3_4B),
         ("qwen3-4b-adapter-async-8gpu", QWEN3_4B),
         ("qwen36-35b-a3b-adapter-async-16gpu", A3B),
+        ("qwen36-35b-a3b-adapter-async-16gpu", A3B_VL),
+        ("qwen36-35b-a3b-vl-merge-8gpu", A3B_VL),
     ],
 )
 def test_recipe_is_accepted(recipe: str, shape: dict[str, Any], tmp_path: Path) -> None:

@@ -19,10 +19,13 @@ from torch import nn
 
 from relax_pipeline.config import LoraConfig, MegatronTrainerConfig, RunConfig
 from relax_pipeline.errors import ModelError, TrainerError
+from relax_pipeline.safetensors_io.header import TensorInfo
+from relax_pipeline.trainer.megatron.compat import Patch, patched
 from relax_pipeline.trainer.megatron.parallel import Ranks
 from relax_pipeline.trainer.megatron.provider import configure
 from relax_pipeline.trainer.megatron.sharding import initialise_adapters
 from relax_pipeline.trainer.megatron.targets import resolve_targets
+from relax_pipeline.trainer.megatron.vision import provide_language_part, sees, vision_tensors
 from relax_pipeline.trainer.megatron_limits import check_model
 
 
@@ -40,6 +43,10 @@ class Model:
     """Without the columns that make it divide by the ranks."""
     tied: bool
     """Whether the output layer is the embedding."""
+    dtype: torch.dtype
+    """Of the base."""
+    vision: tuple[TensorInfo, ...]
+    """Where the weights lie of the part that sees, which is not built; none without one."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return what trains on this rank."""
@@ -75,14 +82,17 @@ def build_model(config: RunConfig, settings: MegatronTrainerConfig, ranks: Ranks
     configure(provider, config.model, settings, ranks.device)
     lora = _LoraHook(config.lora, ranks) if config.lora.enabled else None
     provider.finalize()
-    chunks = provider.provide_distributed_model(
-        wrap_with_ddp=False,
-        use_cpu_initialization=ranks.device.type == "cpu",
-        mixed_precision_wrapper=None,  # all parameters have the model's dtype as they are built
-        # The bridge's own loads the weights, by names without adapters. Ours is not registered with the provider, which
-        # exports send between pipeline stages.
-        pre_wrap_hook=[provider.pre_wrap_hook, *([lora] if lora else [])],
-    )
+    reason = "prompts are text"
+    text_only = [Patch(type(provider), "provide", provide_language_part, reason)] if sees(provider) else []
+    with patched(text_only):
+        chunks = provider.provide_distributed_model(
+            wrap_with_ddp=False,
+            use_cpu_initialization=ranks.device.type == "cpu",
+            mixed_precision_wrapper=None,  # all parameters have the model's dtype as they are built
+            # The bridge's own loads the weights, by names without adapters. Ours is not registered with the provider,
+            # which exports send between pipeline stages.
+            pre_wrap_hook=[provider.pre_wrap_hook, *([lora] if lora else [])],
+        )
     if lora is not None:
         _refuse_stray_parameters(chunks)
         initialise_adapters(chunks, ranks.groups, config.seed)
@@ -97,6 +107,8 @@ def build_model(config: RunConfig, settings: MegatronTrainerConfig, ranks: Ranks
         lora=lora.lora if lora else None,
         vocabulary=provider.vocab_size,
         tied=provider.share_embeddings_and_output_weights,
+        dtype=getattr(torch, config.model.dtype),
+        vision=vision_tensors(Path(config.model.path)) if sees(provider) else (),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from relax_pipeline.config import MegatronTrainerConfig, ModelConfig
 from relax_pipeline.trainer.megatron.compat import HAS_TRANSFORMER_ENGINE
 from relax_pipeline.trainer.megatron.spec import portable_spec
+from relax_pipeline.trainer.megatron.vision import language_settings
 
 _FUSED_BY_TRANSFORMER_ENGINE = (
     "masked_softmax_fusion",
@@ -56,6 +57,7 @@ def configure(provider: Any, model: ModelConfig, settings: MegatronTrainerConfig
         "gradient_accumulation_fusion": False,
         "mtp_num_layers": None,
         **_recompute(settings),
+        **language_settings(provider),
     }
     if provider.num_moe_experts:
         # The base's router is frozen: no balancing loss, and no drift of its bias.

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 
 from relax_pipeline.lora.names import PEFT_PREFIX
+from relax_pipeline.safetensors_io.header import TensorInfo
+from relax_pipeline.safetensors_io.read import read_tensor
 from relax_pipeline.trainer.megatron.model import Model
+from relax_pipeline.trainer.megatron.vision import transformers_name
 
-_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
+_OUTPUT = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ def adapter_tensors(model: Model, *, keep: bool) -> dict[str, torch.Tensor]:
 def each_adapter_tensor(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the whole adapter by HF-PEFT name, on the device, maybe the model's own; all ranks together."""
     for weight in model.bridge.export_adapter_weights(model.chunks, cpu=False, show_progress=False):
-        yield f"{PEFT_PREFIX}{weight.param_name}", weight.weight.detach()
+        yield f"{PEFT_PREFIX}{_name(weight.param_name, model)}", weight.weight.detach()
 
 
 class WeightStream:
@@ -55,8 +59,13 @@ class WeightStream:
     @torch.no_grad()
     def each(self, sources: Sequence[int] | None = None) -> Iterator[tuple[Weight, torch.Tensor]]:
         """Yield weights, whole, on the device, maybe the model's own; all ranks together and to the end."""
-        for source in range(len(self._conversions)) if sources is None else sources:
-            for name, tensor in self._converted(self._conversions[source]):
+        from_megatron, from_folder = len(self._conversions), len(self._model.vision)
+        for source in range(from_megatron + from_folder) if sources is None else sources:
+            if source < from_megatron:
+                weights = self._converted(self._conversions[source])
+            else:
+                weights = self._read(self._model.vision[source - from_megatron])
+            for name, tensor in weights:
                 yield Weight(name, tensor.nbytes, tensor.numel(), source), tensor
 
     def _converted(self, tasks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -64,15 +73,22 @@ class WeightStream:
             self._model.chunks, cpu=False, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=False
         )
         for weight in exported:
-            name = weight.param_name.replace(".base_layer.", ".").removesuffix(".base_layer")
+            name = _name(weight.param_name.replace(".base_layer.", ".").removesuffix(".base_layer"), self._model)
             tensor = weight.weight.detach()
-            if name in (_EMBEDDING, _OUTPUT):
+            if name in (*_EMBEDDINGS, _OUTPUT):
                 tensor = tensor[: self._model.vocabulary]
             if name == _OUTPUT and self._model.tied:
                 continue  # yielded with the embedding, whether or not the folder holds it
             yield name, tensor
-            if name == _EMBEDDING and self._model.tied:
+            if name in _EMBEDDINGS and self._model.tied:
                 yield _OUTPUT, tensor
+
+    def _read(self, info: TensorInfo) -> Iterator[tuple[str, torch.Tensor]]:
+        yield _name(info.name, self._model), read_tensor(info).to(self._model.dtype)
+
+
+def _name(name: str, model: Model) -> str:
+    return transformers_name(name) if model.vision else name
 
 
 def _grouped(tasks: Sequence[Any]) -> list[list[Any]]:
