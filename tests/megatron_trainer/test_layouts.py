@@ -17,7 +17,7 @@ from tiny_run import make_samples, reference_logprobs, train
 from transformers import AutoConfig
 
 from relax_pipeline.config import ModelConfig
-from relax_pipeline.models import load_model, model_class
+from relax_pipeline.models import base_state, load_model, model_class
 from relax_pipeline.trainer.base import Trainer, TrainerInfo
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -109,7 +109,7 @@ def test_one_rank_has_the_logprobs_of_transformers_before_and_after_training(
 def test_the_part_that_sees_is_exported_as_it_is(
     family: str, single: Callable[[str], Outcome], folder: Callable[[str], Path]
 ) -> None:
-    base = load_model(ModelConfig(path=str(folder(family)), dtype="float32"), device=torch.device("cpu")).state_dict()
+    base = base_state(load_model(ModelConfig(path=str(folder(family)), dtype="float32"), device=torch.device("cpu")))
     seeing = {name for name in base if name.startswith("model.visual.")}
     merged = single(family).merged
     assert merged.keys() == base.keys()
