@@ -211,16 +211,28 @@ class FsdpTrainer:
     def _token_logprobs(
         self, batch: PaddedBatch, temperature: float, *, with_entropy: bool = False, entropy_grad: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return logprobs_BT of the completion tokens, and entropy_BT where asked."""
-        logits_BTV = self._policy.logits(
-            num_last=batch.completion_ids_BT.shape[1] + 1,
+        """Return logprobs_BT of the completion tokens, 0 on padding, and entropy_BT where asked."""
+        batch_size, length = batch.completion_ids_BT.shape
+        logits_BUV = self._policy.logits(  # U = T + 1, of which the last one predicts nothing
+            num_last=length + 1,
             input_ids=batch.input_ids_BS,
             attention_mask=batch.attention_mask_BS,
             position_ids=batch.position_ids_BS,
-        )[:, :-1]
-        return token_logprobs(
-            logits_BTV, batch.completion_ids_BT, temperature, with_entropy=with_entropy, entropy_grad=entropy_grad
         )
+        places_R = batch.attention_mask_BS[:, -length:].flatten().nonzero()[:, 0]
+        logprobs_R, entropy_R = token_logprobs(
+            logits_BUV.flatten(0, 1),
+            places_R + places_R // length,
+            batch.completion_ids_BT.flatten()[places_R],
+            temperature,
+            with_entropy=with_entropy,
+            entropy_grad=entropy_grad,
+        )
+
+        def padded(values_R: torch.Tensor) -> torch.Tensor:
+            return values_R.new_zeros(batch_size * length).index_copy(0, places_R, values_R).view(batch_size, length)
+
+        return padded(logprobs_R), None if entropy_R is None else padded(entropy_R)
 
 
 def _join(layout: RankLayout, settings: FsdpTrainerConfig) -> torch.device:

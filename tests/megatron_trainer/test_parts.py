@@ -18,7 +18,7 @@ from tiny_run import make_samples, run_config, train, with_logprobs
 
 from relax_pipeline.errors import TrainerError
 from relax_pipeline.lora.names import lora_key
-from relax_pipeline.rl.logprobs import token_logprobs as whole_token_logprobs
+from relax_pipeline.rl.logprobs import SplitVocabulary, token_logprobs
 from relax_pipeline.trainer.fsdp import FsdpTrainer
 from relax_pipeline.types import TrainingSample
 
@@ -120,26 +120,25 @@ def test_every_rank_gets_as_many_micro_batches_and_each_sample_is_in_one() -> No
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_entropy_and_gradients_leave_padded_columns_out(dtype: torch.dtype) -> None:
-    from relax_pipeline.trainer.megatron.logprobs import token_logprobs
-
     generator = torch.Generator().manual_seed(0)
     logits_SV = (4 * torch.randn(150, 13, generator=generator)).to(dtype)
-    ids_S = torch.randint(0, 13, (150,), generator=generator)
+    rows_R = torch.randperm(150, generator=generator)[:70]
+    ids_R = torch.randint(0, 13, (70,), generator=generator)
     padded = torch.cat([logits_SV, torch.full((150, 3), 50.0, dtype=dtype)], dim=1).requires_grad_()
     whole = logits_SV.clone().requires_grad_()
-    weights_S = torch.randn(2, 150, generator=generator)
-    logprobs_S, entropy_S = token_logprobs(
-        padded, ids_S, 0.7, vocabulary=13, group=dist.group.WORLD, with_entropy=True, entropy_grad=True
+    weights_R = torch.randn(2, 70, generator=generator)
+    group = dist.group.WORLD
+    assert group is not None
+    logprobs_R, entropy_R = token_logprobs(
+        padded, rows_R, ids_R, 0.7, split=SplitVocabulary(13, group), with_entropy=True, entropy_grad=True
     )
-    expected_1S, expected_entropy_1S = whole_token_logprobs(
-        whole[None], ids_S[None], 0.7, with_entropy=True, entropy_grad=True
-    )
-    assert entropy_S is not None
-    assert expected_entropy_1S is not None
-    torch.testing.assert_close(logprobs_S, expected_1S[0], rtol=0, atol=2e-6)
-    torch.testing.assert_close(entropy_S, expected_entropy_1S[0], rtol=0, atol=2e-6)
-    (weights_S[0] @ logprobs_S + weights_S[1] @ entropy_S).backward()
-    (weights_S[0] @ expected_1S[0] + weights_S[1] @ expected_entropy_1S[0]).backward()
+    expected_R, expected_entropy_R = token_logprobs(whole, rows_R, ids_R, 0.7, with_entropy=True, entropy_grad=True)
+    assert entropy_R is not None
+    assert expected_entropy_R is not None
+    torch.testing.assert_close(logprobs_R, expected_R, rtol=0, atol=2e-6)
+    torch.testing.assert_close(entropy_R, expected_entropy_R, rtol=0, atol=2e-6)
+    (weights_R[0] @ logprobs_R + weights_R[1] @ entropy_R).backward()
+    (weights_R[0] @ expected_R + weights_R[1] @ expected_entropy_R).backward()
     assert padded.grad is not None
     assert whole.grad is not None
     torch.testing.assert_close(padded.grad[:, :13], whole.grad, rtol=0, atol=2e-5 if dtype == torch.float32 else 2e-2)

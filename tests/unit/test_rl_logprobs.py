@@ -5,7 +5,21 @@ import math
 import pytest
 import torch
 
-from relax_pipeline.rl.logprobs import token_logprobs
+from relax_pipeline.rl import logprobs as module
+from relax_pipeline.rl.logprobs import token_logprobs as of_rows
+
+
+def token_logprobs(logits_BTV: torch.Tensor, token_ids_BT: torch.Tensor, temperature: float, **options):
+    """All rows, in the shape of the tokens."""
+    rows = torch.arange(token_ids_BT.numel())
+    results = of_rows(logits_BTV.flatten(0, 1), rows, token_ids_BT.flatten(), temperature, **options)
+    return [result if result is None else result.view(token_ids_BT.shape) for result in results]
+
+
+@pytest.fixture(params=[1, 20, 1 << 20], autouse=True)
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row by row, a few rows at a time, all at once."""
+    monkeypatch.setitem(module._CHUNK_ELEMENTS, "cpu", request.param)
 
 
 def logits_and_ids(rows: int, length: int, vocabulary: int, dtype: torch.dtype = torch.float64):
@@ -50,7 +64,7 @@ def test_gradients_agree_with_finite_differences():
     )
 
 
-def test_gradients_agree_with_autograd_over_many_chunks():
+def test_gradients_agree_with_autograd():
     logits, token_ids = logits_and_ids(3, 211, 6)
     pull = torch.randn(3, 211, dtype=torch.float64)
     ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
@@ -98,13 +112,15 @@ def test_bfloat16_logits_are_computed_in_float32_and_get_bfloat16_gradients():
     assert logits.grad.dtype == torch.bfloat16
 
 
-def test_a_shifted_view_is_read_in_place():
-    logits, token_ids = logits_and_ids(3, 4, 5)
-    whole = torch.cat([logits, torch.full((3, 1, 5), torch.nan, dtype=torch.float64)], dim=1).requires_grad_()
-    logprobs, _ = token_logprobs(whole[:, :-1], token_ids, 1.0)
-    logprobs.sum().backward()
-    assert torch.equal(logprobs, token_logprobs(logits, token_ids, 1.0)[0])
-    assert torch.equal(whole.grad[:, -1], torch.zeros(3, 5, dtype=torch.float64))
+def test_rows_that_are_not_wanted_are_not_read_and_get_no_gradient():
+    logits, token_ids = logits_and_ids(1, 9, 5)
+    rows = torch.tensor([7, 0, 3])
+    spoilt = torch.full((9, 5), torch.nan, dtype=torch.float64).index_copy(0, rows, logits[0, rows]).requires_grad_()
+    logprobs, entropy = of_rows(spoilt, rows, token_ids[0, rows], 1.0, with_entropy=True, entropy_grad=True)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert torch.equal(logprobs, token_logprobs(logits, token_ids, 1.0)[0][0, rows])
+    assert torch.equal(spoilt.grad[[1, 2, 4, 5, 6, 8]], torch.zeros(6, 5, dtype=torch.float64))
+    assert spoilt.grad[rows].abs().sum(dim=-1).min() > 0.01
 
 
 def test_an_impossible_token_does_not_spoil_the_entropy():

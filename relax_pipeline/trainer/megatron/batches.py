@@ -29,6 +29,8 @@ class PackedBatch:
     """0 on the first token of each sample."""
     next_ids_N: torch.Tensor
     """The token that follows; after a sample's last one, anything."""
+    answers_R: torch.Tensor
+    """int64, which of this rank's tokens are followed by one of a completion."""
     packing: Packing
     predicts_BT: torch.Tensor
     """int64, which logit predicts a completion token, counted through all ranks' one after another; 0 on padding."""
@@ -108,9 +110,11 @@ def pack(
     lengths = [len(row) for row in rows]
     starts = np.cumsum([0, *lengths])
     predicts_BT = np.zeros(padded.mask_BT.shape, dtype=np.int64)
+    answers_S = np.zeros(starts[-1], dtype=bool)
     for row, sample in enumerate(samples):
         first = starts[row] + len(sample.prompt_ids) - 1
         predicts_BT[row, : len(sample.completion_ids)] = first + np.arange(len(sample.completion_ids))
+        answers_S[first : first + len(sample.completion_ids)] = True
     tokens_S = np.concatenate(rows)
     held_N = held_tokens(lengths, share)
 
@@ -121,6 +125,7 @@ def pack(
         input_ids_1N=held(tokens_S)[None],
         position_ids_1N=held(np.concatenate([np.arange(length) for length in lengths]))[None],
         next_ids_N=held(np.roll(tokens_S, -1)),
+        answers_R=torch.from_numpy(np.flatnonzero(answers_S[held_N])).to(device),
         packing=packing(lengths, share, device),
         predicts_BT=torch.from_numpy(gathered_places(lengths, share.ranks)[predicts_BT]).to(device),
         padded=padded,

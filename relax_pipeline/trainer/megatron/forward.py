@@ -12,10 +12,10 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from relax_pipeline.config import AlgorithmConfig
+from relax_pipeline.rl.logprobs import SplitVocabulary, token_logprobs
 from relax_pipeline.rl.objective import ObjectiveMetrics, finalize_metrics, objective
 from relax_pipeline.trainer.megatron.batches import PackedBatch
 from relax_pipeline.trainer.megatron.context import from_all_ranks
-from relax_pipeline.trainer.megatron.logprobs import token_logprobs
 from relax_pipeline.trainer.megatron.model import Model
 from relax_pipeline.trainer.megatron.parallel import Ranks
 
@@ -108,18 +108,21 @@ class Passes:
         self, logits_1NV: torch.Tensor, batch: PackedBatch, temperature: float, **entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return logprobs_BT of the completion tokens, and entropy_BT where asked."""
-        groups = self.ranks.groups
-        logprobs_N, entropy_N = token_logprobs(
+        groups, rows_R = self.ranks.groups, batch.answers_R
+        logprobs_R, entropy_R = token_logprobs(
             logits_1NV[0],
-            batch.next_ids_N,
+            rows_R,
+            batch.next_ids_N[rows_R],
             temperature,
-            vocabulary=self.model.vocabulary,
-            group=groups.tp,
+            split=SplitVocabulary(self.model.vocabulary, groups.tp),
             **entropy,
         )
-        logprobs_S = from_all_ranks(logprobs_N, groups.cp)
-        entropy_S = None if entropy_N is None else from_all_ranks(entropy_N, groups.cp)
-        return logprobs_S[batch.predicts_BT], None if entropy_S is None else entropy_S[batch.predicts_BT]
+
+        def of_completions(values_R: torch.Tensor) -> torch.Tensor:
+            values_N = values_R.new_zeros(logits_1NV.shape[1]).index_copy(0, rows_R, values_R)
+            return from_all_ranks(values_N, groups.cp)[batch.predicts_BT]
+
+        return of_completions(logprobs_R), None if entropy_R is None else of_completions(entropy_R)
 
 
 def _on_cpu(metrics: ObjectiveMetrics) -> ObjectiveMetrics:
