@@ -50,7 +50,7 @@ class MegatronTrainerConfig(TrainerSection):
     data_parallel_size: Annotated[int, Field(ge=1)] = 1
     """Copies of the model, each with its share of the samples."""
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """Ranks that share each sequence, for long ones: micro_batch_tokens go over all of them."""
+    """Ranks that share each sequence, where one is too long for a GPU; micro_batch_tokens are of all of them together."""
     expert_parallel_size: Annotated[int, Field(ge=1)] = 1
     """Ranks that share a layer's experts, taken from the tensor-, context- and data-parallel ones."""
     expert_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
@@ -82,7 +82,7 @@ class MegatronTrainerConfig(TrainerSection):
 
     @model_validator(mode="after")
     def shared_sequences_need_our_own_attention(self) -> MegatronTrainerConfig:
-        """Transformer Engine's layers exchange keys and values in another way, which was never tried here."""
+        """Transformer Engine's layers pass keys and values round in a way of their own, never tried here."""
         if self.context_parallel_size > 1 and self.transformer_engine == "auto":
             raise ValueError(
                 f"context_parallel_size {self.context_parallel_size} works with torch's own kernels only: set "
