@@ -18,6 +18,7 @@ from prefect.states import Cancelled
 from pydantic import BaseModel
 
 from relax_pipeline.checkpoint.lock import run_lock
+from relax_pipeline.checkpoint.mirror import fetch_changes
 from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import ConfigError
 from relax_pipeline.session.pause import apply_changes, change_config
@@ -52,8 +53,10 @@ def agreed(config: RunConfig, run_folder: Path) -> RunConfig:
 
     Raises:
         RunLockedError: Another process trains this run: what it goes by is left alone.
+        PublishError: checkpoint.store failed.
     """
     with run_lock(run_folder):
+        fetch_changes(config.checkpoint, config.run_name, run_folder)
         return _agreed(config, run_folder)
 
 

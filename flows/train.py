@@ -14,6 +14,7 @@ from flows.pausing import agreed, pause
 from flows.progress import StepProgress
 from relax_pipeline.config import RunConfig
 from relax_pipeline.metrics.report import write_report
+from relax_pipeline.metrics.tracking.trackers import check_installed
 from relax_pipeline.session.pause import take_request
 from tasks import training
 from tasks.watching import Watch
@@ -44,6 +45,7 @@ def train_policy(config: RunConfig) -> dict[str, Any] | State[Any]:
     with ExitStack() as stack:
         stack.enter_context(give_up_on_user_errors())
         config = agreed(config, folder)
+        check_installed(config.tracking.trackers)
         session = stack.enter_context(open_session(config))
         restored = training.restore(session)
         step = restored["step"]

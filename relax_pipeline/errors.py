@@ -13,6 +13,7 @@
     |- CheckpointError        a checkpoint cannot be written, read, or does not match the run
     |- MergeError             base and adapter cannot be merged
     |- PublishError           an upload failed or what is there is not what was sent
+    |- TrackingError          a service that draws curves failed; costs no training
     `- RunLockedError         another attempt is training this run
 
 User errors say what was found, what was expected, and what to do. All carry one message string, so they survive
@@ -72,6 +73,10 @@ class MergeError(RelaxError):
 
 class PublishError(RelaxError):
     """An upload failed, or what is there is not what was sent."""
+
+
+class TrackingError(RelaxError):
+    """A service that draws curves failed."""
 
 
 class RunLockedError(RelaxError):

@@ -12,7 +12,8 @@ from relax_pipeline.metrics.history import History
 from relax_pipeline.metrics.log import StepLog
 from relax_pipeline.metrics.report import report_markdown
 from relax_pipeline.metrics.text import bytes_text
-from relax_pipeline.metrics.trackers import open_trackers
+from relax_pipeline.metrics.tracking.base import TrackedRun
+from relax_pipeline.metrics.tracking.trackers import Trackers
 from tasks.artifacts import Content, LiveArtifacts, artifact_key
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ _SHOWN_CHECKPOINTS = 20
 _SHOWN_STEPS = 5
 """Whose completions are shown."""
 _CLOSE_SECONDS = 5
+"""Of the 30 that a worker leaves a cancelled run."""
 
 
 class Watch:
@@ -35,7 +37,14 @@ class Watch:
         for row in session.metrics.rows():
             self._history.add(row["step"], row)
         self._syncs: deque[Row] = deque(session.metrics.tail(_SHOWN_SYNCS), maxlen=_SHOWN_SYNCS)
-        self._trackers = open_trackers(self._config.tracking.trackers, session.run_folder, step=step)
+        run = TrackedRun(
+            run_id=session.run_id,
+            name=self._config.run_name,
+            folder=session.run_folder,
+            step=step,
+            config=self._config.model_dump(mode="json"),
+        )
+        self._trackers = Trackers(self._config.tracking.trackers, run)
         self._artifacts = LiveArtifacts()
         self._artifacts.show(lambda: [self._progress(step)])
 
@@ -44,15 +53,13 @@ class Watch:
         self._step = step
         self._history.add(step, row)
         self._syncs.append({"step": step, **row})
-        for tracker in self._trackers:
-            tracker.log(step, row)
+        self._trackers.log(step, row)
         if step % self._config.tracking.artifact_every == 0:
             self._show()
 
     def close(self) -> None:
         """Bring the curves up to date, and add the report, if the API is there."""
-        for tracker in self._trackers:
-            tracker.close()
+        self._trackers.close(timeout=_CLOSE_SECONDS)
         self._show(report_markdown(self._session.run_folder))
         self._artifacts.close(timeout=_CLOSE_SECONDS)
 
@@ -90,7 +97,7 @@ def sync_table(syncs: Sequence[Row], config: RunConfig) -> list[Row]:
             "engines in service": f"{row['sync/engines']:.0f} of {config.engine.replicas}",
             "sent to each": bytes_text(row["sync/bytes"]),
             "seconds": f"{row['seconds/sync']:.2f}",
-            "largest probe difference": f"{row['sync/probe_difference']:.2g}"
+            "probe difference, worst engine": f"{row['sync/probe_difference']:.2g} nats in the mean"
             if "sync/probe_difference" in row
             else "nothing to check",
         }

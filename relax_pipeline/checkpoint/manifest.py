@@ -65,6 +65,8 @@ class Manifest(_Part):
     epoch: int
     offset: int
     """Prompts consumed: the next is row order(seed, epoch)[offset]."""
+    run_id: str = ""
+    """Names the run in services that draw its curves; the same in all its checkpoints."""
     layout: dict[str, Any]
     """How it was trained. For information: any other layout may continue."""
     files: dict[str, FileEntry] = {}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from pathlib import Path
 from queue import Queue
 
@@ -16,6 +17,8 @@ from relax_pipeline.config import CheckpointConfig
 from relax_pipeline.errors import CheckpointError, PublishError, RunLockedError
 from relax_pipeline.storage.stores import open_store
 
+CHANGES_FILE = "changes.json"
+"""What was changed at pauses of a run: `session.pause` reads and writes it."""
 _CLOSE_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
@@ -36,13 +39,28 @@ def open_mirror(config: CheckpointConfig, run_name: str, run_folder: Path) -> It
     store = open_store(config.store, endpoint_url=config.endpoint_url)
     ownership = Ownership(store, run_name, run_folder)
     ownership.acquire()
-    mirror = Mirror(RemoteCheckpoints(store, run_name), ownership, config, run_folder / "metrics.jsonl")
+    metrics, changes = run_folder / "metrics.jsonl", run_folder / CHANGES_FILE
+    mirror = Mirror(RemoteCheckpoints(store, run_name), ownership, config, beside=(metrics, changes))
     try:
-        fetch_newest(mirror.remote, CheckpointStore(run_folder / "checkpoints"))
-        mirror.remote.fetch_metrics(run_folder / "metrics.jsonl")
+        if fetch_newest(mirror.remote, CheckpointStore(run_folder / "checkpoints")):
+            mirror.remote.fetch_beside(metrics)
         yield mirror
     finally:
         mirror.close()
+
+
+def fetch_changes(config: CheckpointConfig, run_name: str, run_folder: Path) -> None:
+    """Bring what was changed at pauses to a machine that is behind the store. Needs no ownership: nothing is decided.
+
+    Raises:
+        PublishError: The store failed.
+    """
+    if config.store is None:
+        return
+    remote = RemoteCheckpoints(open_store(config.store, endpoint_url=config.endpoint_url), run_name)
+    here, there = CheckpointStore(run_folder / "checkpoints").committed(), remote.committed()
+    if there and (not here or here[-1].step < there[-1].step):
+        remote.fetch_beside(run_folder / CHANGES_FILE)
 
 
 def fetch_newest(remote: RemoteCheckpoints, local: CheckpointStore) -> CheckpointRef | None:
@@ -58,15 +76,15 @@ class Mirror:
     """Sends checkpoints from one thread and renews the ownership from another. A store that fails costs no training."""
 
     def __init__(
-        self, remote: RemoteCheckpoints, ownership: Ownership, config: CheckpointConfig, metrics: Path
+        self, remote: RemoteCheckpoints, ownership: Ownership, config: CheckpointConfig, *, beside: Sequence[Path]
     ) -> None:
         self.remote = remote
-        self._ownership, self._config, self._metrics = ownership, config, metrics
+        self._ownership, self._config, self._beside = ownership, config, beside
         self._queue: Queue[CheckpointRef | None] = Queue()
         self._failure: str | None = None
         self._stopping = threading.Event()
-        self._sender = threading.Thread(target=self._send_all, daemon=True, name="checkpoint-sender")
-        self._renewer = threading.Thread(target=self._renew, daemon=True, name="checkpoint-owner")
+        self._sender = _thread(self._send_all, "checkpoint-sender")
+        self._renewer = _thread(self._renew, "checkpoint-owner")
         self._sender.start()
         self._renewer.start()
 
@@ -113,7 +131,8 @@ class Mirror:
     def _send(self, ref: CheckpointRef) -> None:
         try:
             self.remote.upload(ref, may_commit=self._ownership.renew, progress=self._stop_if_asked)
-            self.remote.send_metrics(self._metrics)
+            for file in self._beside:
+                self.remote.send_beside(file)
             self.remote.prune(keep_last=self._config.remote_keep_last, keep_every=self._config.remote_keep_every)
             self._failure = None
         except (PublishError, CheckpointError, RunLockedError) as error:
@@ -133,6 +152,11 @@ class Mirror:
             except RunLockedError as error:
                 logger.error("%s", error)
                 return
+
+
+def _thread(run: Callable[[], None], name: str) -> threading.Thread:
+    """A thread in the context of its maker, by which Prefect knows whose log its messages belong to."""
+    return threading.Thread(target=copy_context().run, args=(run,), daemon=True, name=name)
 
 
 def _newest_intact_step(local: CheckpointStore) -> int:

@@ -1,7 +1,7 @@
 """A run's checkpoints in an object store: payload first, each file read back, COMMITTED last.
 
 <store>/<run_name>/step-0000120-<digest12>/   the files of the checkpoint's folder
-<store>/<run_name>/metrics.jsonl              as of the newest one
+<store>/<run_name>/metrics.jsonl              as of the newest one, as is changes.json
 <store>/<run_name>/owner.json                 see `owner`
 """
 
@@ -97,13 +97,13 @@ class RemoteCheckpoints:
                 for key in self.store.keys(f"{ref.prefix}/"):
                     self.store.delete(key)
 
-    def send_metrics(self, file: Path) -> None:
-        """Store the curves beside the checkpoints."""
+    def send_beside(self, file: Path) -> None:
+        """Store a small file of the run beside its checkpoints, if there is one."""
         if file.is_file():
             self.store.put_bytes(f"{self.run_name}/{file.name}", file.read_bytes())
 
-    def fetch_metrics(self, file: Path) -> None:
-        """Bring the curves to a machine that has none."""
-        data = None if file.exists() else self.store.get_bytes(f"{self.run_name}/{file.name}")
+    def fetch_beside(self, file: Path) -> None:
+        """Bring a small file of the run, if the store has it, in place of the one here."""
+        data = self.store.get_bytes(f"{self.run_name}/{file.name}")
         if data is not None:
             write_atomic(file, data)

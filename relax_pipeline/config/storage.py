@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field
 
 from relax_pipeline.config.base import Section
 
@@ -59,13 +59,5 @@ class TrackingConfig(Section):
     """Steps between updates of the curves in the Prefect UI."""
     sample_completions: Annotated[int, Field(ge=0)] = 4
     """Completions of each step kept in the report."""
-    trackers: tuple[str, ...] = ()
-    """Where the curves go as well: tensorboard."""
-
-    @field_validator("trackers")
-    @classmethod
-    def trackers_are_known(cls, trackers: tuple[str, ...]) -> tuple[str, ...]:
-        """Refuse services nothing sends to."""
-        if unknown := sorted(set(trackers) - {"tensorboard"}):
-            raise ValueError(f"{', '.join(unknown)}: not available; use tensorboard, or read metrics.jsonl of the run")
-        return trackers
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+    """Where the curves go as well. Addresses and keys come from each service's own environment variables."""

@@ -129,7 +129,7 @@ def latest(rows: Rows) -> list[tuple[str, str]]:
         label: (metric, "{:.3f}"),
         "tokens/s": ("rollout/tokens_per_second", "{:,.0f}"),
         "seconds a step": ("seconds/step", "{:.2f}"),
-        "largest probe difference of the sync": ("sync/probe_difference", "{:.2g}"),
+        "mean probe difference of the sync, worst engine": ("sync/probe_difference", "{:.2g}"),
     }
     found = {name: (series(rows, metric), form) for name, (metric, form) in wanted.items()}
     return [(name, form.format(points[-1][1])) for name, (points, form) in found.items() if points]

@@ -137,7 +137,7 @@ def _sync_health(rows: Rows, config: dict[str, Any]) -> Pairs:
         ("time", f"{seconds_text(sum(seconds) / len(seconds))} on average, {seconds_text(max(seconds))} at most"),
     ]
     if probes:
-        pairs.append(("largest probe difference", f"{max(probes):.2g} nats between an engine and the trainer"))
+        pairs.append(("probe difference", f"{max(probes):.2g} nats in the mean, of the worst engine at the worst sync"))
     if differences := [value for _, value in series(rows, "train/rollout_logprob_abs_diff_max")]:
         pairs.append(("largest logprob difference", f"{max(differences):.2g} nats on any sampled token"))
     if rounding := series(rows, "sync/rounding_share"):

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from relax_pipeline.checkpoint.mirror import CHANGES_FILE
 from relax_pipeline.config import RunConfig, check_config
 from relax_pipeline.errors import ConfigError
 from relax_pipeline.storage.files import write_atomic
 
 _REQUEST_FILE = "PAUSE"
-_CHANGES_FILE = "changes.json"
 
 Changes = dict[str, dict[str, Any]]
 """Dotted setting to the value the run was started with (`given`) and the one that holds instead (`chosen`)."""
@@ -40,7 +40,7 @@ def take_request(run_folder: Path) -> bool:
 
 def read_changes(run_folder: Path) -> Changes:
     """Return what was changed at pauses of the run and still holds."""
-    file = run_folder / _CHANGES_FILE
+    file = run_folder / CHANGES_FILE
     changes: Changes = json.loads(file.read_text()) if file.exists() else {}
     return changes
 
@@ -105,4 +105,4 @@ def _get(values: dict[str, Any], key: str) -> Any:
 
 
 def _write(run_folder: Path, changes: Changes) -> None:
-    write_atomic(run_folder / _CHANGES_FILE, json.dumps(changes, indent=2) + "\n")
+    write_atomic(run_folder / CHANGES_FILE, json.dumps(changes, indent=2) + "\n")

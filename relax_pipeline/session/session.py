@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from relax_pipeline.checkpoint.manifest import Identity, Manifest, check_continues, read_manifest
 from relax_pipeline.checkpoint.mirror import Mirror
@@ -49,6 +50,7 @@ class TrainingSession:
         metrics: A row a step.
         samples: Trained prompts and a few completions, a row a step.
         checkpoints: Of the run.
+        run_id: Of a run that was begun from its base or adapter; kept in its checkpoints.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class TrainingSession:
         self._identity, self._trainer, self._sync = identity, trainer, sync
         self._sampler, self._make_collector, self._evaluation = sampler, collector, evaluation
         self._mirror = mirror
+        self.run_id = uuid4().hex
         self._processes, self._processes_file = processes, run_folder / "processes.json"
         self._collector: Collector | None = None
         self._position = DataPosition()
@@ -101,6 +104,7 @@ class TrainingSession:
                     f"the manifest says {manifest.policy_version}"
                 )
             step, self._position = ref.step, DataPosition(manifest.epoch, manifest.offset)
+            self.run_id = manifest.run_id or self.run_id
             if self._mirror:
                 self._mirror.send(ref)
         elif self.config.lora.start_from is not None:
@@ -197,6 +201,7 @@ class TrainingSession:
             base_digest=self._identity.base_digest,
             epoch=self._position.epoch,
             offset=self._position.offset,
+            run_id=self.run_id,
             layout=self.config.trainer.model_dump(),
         )
         ref = self.checkpoints.save(manifest, self._trainer.save)

@@ -94,7 +94,7 @@ def test_sync_health_names_the_worst(run_folder: Path) -> None:
     found = facts(write_report(run_folder).read_text())
     assert found["syncs"] == "4, the last of 3.5 KiB to each engine"
     assert found["engines"] == "never fewer than 1 of 2 in service after a sync"
-    assert found["largest probe difference"] == "2e-06 nats between an engine and the trainer"
+    assert found["probe difference"] == "2e-06 nats in the mean, of the worst engine at the worst sync"
 
 
 def test_sync_without_verification_says_so(run_folder: Path) -> None:
