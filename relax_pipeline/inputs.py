@@ -31,6 +31,13 @@ def check_backends(config: RunConfig) -> None:
             "engine.offload frees the engine while the trainer trains, and with rollout.staleness "
             f"{config.rollout.staleness} rollouts run meanwhile: set engine.offload to none, or rollout.staleness to 0"
         )
+    sglang_adapters = config.engine.kind == "sglang" and config.sync.mode == "adapter" and config.lora.enabled
+    if sglang_adapters and config.trainer.kind == "fsdp" and "in_proj" in config.lora.target_modules:
+        raise ConfigError(
+            "lora.target_modules 'in_proj' stands for several projections, of which SGLang adapts two by one lora_A, "
+            "and trainer.kind fsdp trains one for each: set trainer.kind to megatron, remove in_proj, or set sync.mode "
+            "to merge"
+        )
     if config.sync.transport == "nccl" and config.cluster.colocate:
         raise ConfigError("sync.transport 'nccl' passes between GPUs, and cluster.colocate shares them: use ipc")
 

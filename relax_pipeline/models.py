@@ -189,9 +189,10 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def base_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's own weights by the name they have without adapters, not copied."""
+    """Return the model's own weights by the name they have without adapters, not copied; tied ones once."""
+    tied = set(getattr(model, "all_tied_weights_keys", ()))  # names that only stand for another one
     return {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in model.state_dict().items()
-        if ".lora_A." not in name and ".lora_B." not in name
+        if ".lora_A." not in name and ".lora_B." not in name and name not in tied
     }

@@ -15,7 +15,7 @@ from tiny_model import write_tiny_model
 from tiny_run import run_config, train
 
 from relax_pipeline.config import HfEngineConfig, ModelConfig, RunConfig
-from relax_pipeline.errors import AdapterError, EngineError, SyncError, UnknownVersionError
+from relax_pipeline.errors import AdapterError, EngineError, SyncError, TrainerError, UnknownVersionError
 from relax_pipeline.lora.fingerprint import combine_digests
 from relax_pipeline.models import adapter_parameters, base_state
 from relax_pipeline.rollout.base import adapter_name
@@ -313,6 +313,45 @@ def test_engines_that_cannot_host_what_is_trained_are_found_before_anything_is_s
     assert [pair.engine(index).received for index in (0, 1)] == [[], []]
 
 
+def test_engines_are_sent_a_version_while_the_trainer_computes_its_probe(tiny_model: Path) -> None:
+    sent = threading.Event()
+
+    class Telling(HfEngine):
+        def stage(self, adapter: Adapter) -> None:
+            super().stage(adapter)
+            sent.set()
+
+    one = World(run_config(tiny_model), [Telling], restarts=0, keep=2)
+    logprobs = one.trainer.logprobs
+
+    def after_the_engine(*args: Any, **kwargs: Any) -> Any:
+        assert sent.wait(30)
+        return logprobs(*args, **kwargs)
+
+    one.trainer.logprobs = after_the_engine  # type: ignore[method-assign]
+    assert one.sync.sync().engines == ["engine-0"]
+
+
+def test_a_trainer_that_cannot_compute_its_probe_is_no_fault_of_the_engine(tiny_model: Path) -> None:
+    one = World(run_config(tiny_model), [HfEngine], restarts=0, keep=2)
+
+    def out_of_memory(*args: Any, **kwargs: Any) -> Any:
+        raise TrainerError("out of memory")
+
+    one.trainer.logprobs = out_of_memory  # type: ignore[method-assign]
+    with pytest.raises(TrainerError, match="out of memory"):
+        one.sync.sync()
+
+
+def test_what_lost_engines_computed_is_let_go(world: Callable[..., World]) -> None:
+    one = world(HfEngine, restarts=3)
+    for _ in range(3):
+        one.sync.sync()
+        one.pool.quarantine(one.pool.slots[0], "lost")
+    one.sync.heal()
+    assert [len(one.sync._probe._engines_bare), len(one.sync._acknowledged)] == [1, 1]
+
+
 def test_report_has_the_figures_to_plot(world: Callable[..., World], mode: str) -> None:
     pair = world()
     train(pair.trainer, updates=1)
@@ -321,7 +360,7 @@ def test_report_has_the_figures_to_plot(world: Callable[..., World], mode: str) 
     assert metrics["sync/bytes"] == (3360 * 4 if mode == "adapter" else 26848 * 4)
     phases = {"sync/export_seconds", "sync/transfer_seconds", "sync/activate_seconds", "sync/verify_seconds"}
     assert phases <= metrics.keys()
-    assert ("sync/rounding_share" in metrics) == (mode == "merge")
+    assert ("sync/rounding_share" in metrics) == ("sync/pause_seconds" in metrics) == (mode == "merge")
 
 
 # --- Adapter mode ---

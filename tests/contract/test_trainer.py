@@ -439,14 +439,14 @@ def test_full_training_in_bfloat16_keeps_float32_masters(start: Start, tiny_mode
     assert (before["lm_head.weight"] != after["lm_head.weight"]).float().mean() > 0.3
 
 
-def test_tied_weights_train_and_are_exported_together(start: Start, tmp_path: Path) -> None:
+def test_tied_weights_train_and_are_exported_once(start: Start, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, seed=0, tied=True)
     trainer = start(run_config(folder, lora={"rank": 0}, sync={"mode": "merge"}))
     train(trainer, updates=1)
     _, tensors = whole(trainer)
-    assert torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    assert "lm_head.weight" not in tensors
     model = base(folder)
-    model.load_state_dict(tensors)
+    model.load_state_dict(tensors, strict=False)  # the embedding is the head
     assert_logprobs_equal(trainer, model, temperature=1.0, atol=1e-5)
 
 

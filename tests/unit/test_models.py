@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from relax_pipeline.config import ModelConfig
 from relax_pipeline.errors import ModelError
+from relax_pipeline.lora.fingerprint import fingerprint
 from relax_pipeline.models import (
     adapter_linears,
     adapter_parameters,
@@ -24,6 +25,7 @@ from relax_pipeline.models import (
     lora_layers,
     resolve_device,
 )
+from relax_pipeline.rollout.sglang.model_folder import read_model_folder
 from relax_pipeline.types import AdapterSpec
 
 CPU = torch.device("cpu")
@@ -179,3 +181,16 @@ def test_base_state_has_the_names_of_the_folder(tiny_model: Path, model: PreTrai
     held = base_state(model)
     assert held.keys() == stored.keys()
     assert all(torch.equal(held[name], stored[name]) for name in stored)
+
+
+def test_a_tied_head_is_counted_and_hashed_once(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, seed=0, tied=True)
+    held = base_state(load(folder))
+    assert "model.embed_tokens.weight" in held
+    assert "lm_head.weight" not in held
+    read = read_model_folder(folder)
+    assert read.shapes == {name: tuple(tensor.shape) for name, tensor in held.items()}
+    assert read.digest(torch.float32) == fingerprint(held)
+    stored = load_file(folder / "model.safetensors") | {"lm_head.weight": torch.ones(80, 32)}
+    save_file(stored, folder / "model.safetensors")
+    assert read_model_folder(folder).digest(torch.float32) == fingerprint(held)

@@ -13,7 +13,7 @@ from relax_pipeline.checkpoint.manifest import Manifest
 from relax_pipeline.checkpoint.store import CheckpointStore
 from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import ConfigError
-from relax_pipeline.inputs import run_folder, run_identity
+from relax_pipeline.inputs import check_backends, run_folder, run_identity
 from relax_pipeline.plan import kept_checkpoints, make_plan
 from relax_pipeline.plan_table import plan_rows
 from relax_pipeline.sizes import measure_model
@@ -182,6 +182,14 @@ def test_validation_warnings_are_listed(values: dict[str, Any]) -> None:
         run = config(values, optimizer={"learning_rate": 1e-6})
     [warning] = make_plan(run).warnings
     assert warning.startswith("optimizer.learning_rate 1e-06 is a rate for full fine-tuning")
+
+
+def test_adapters_that_sglang_could_only_host_from_megatron_are_refused(values: dict[str, Any]) -> None:
+    targets = {"engine": {"kind": "sglang"}, "lora": {"target_modules": ["linear_qkv", "in_proj"]}}
+    with pytest.raises(ConfigError, match="'in_proj' stands for several projections, of which SGLang adapts two"):
+        check_backends(config(values, **targets))
+    check_backends(config(values, **targets, trainer={"kind": "megatron"}))
+    check_backends(config(values, **targets, sync={"mode": "merge"}))
 
 
 @pytest.mark.parametrize(

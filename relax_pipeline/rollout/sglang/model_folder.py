@@ -15,12 +15,12 @@ from relax_pipeline.lora.fingerprint import combine_digests, fingerprints
 from relax_pipeline.safetensors_io.header import TensorInfo, read_header
 from relax_pipeline.safetensors_io.read import read_tensor
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """Names and shapes of a model's tensors, a tied head under both of its names."""
+    """Names and shapes of a model's tensors; a tied head is the embedding, and has no name of its own."""
 
     tensors: dict[str, TensorInfo]
 
@@ -61,6 +61,6 @@ def read_model_folder(folder: Path) -> ModelFolder:
         raise ModelError(f"model.path {folder} is no Hugging Face checkpoint: it lacks config.json or *.safetensors")
     tensors = {info.name: info for file in files for info in read_header(file).tensors}
     config = json.loads((folder / "config.json").read_text())
-    if config.get("tie_word_embeddings") and _HEAD not in tensors and _EMBEDDING in tensors:
-        tensors[_HEAD] = tensors[_EMBEDDING]
+    if config.get("tie_word_embeddings"):
+        tensors.pop(_HEAD, None)
     return ModelFolder(tensors)

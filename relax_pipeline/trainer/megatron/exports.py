@@ -49,7 +49,7 @@ class Exports:
             base_tensors_digest=ranks.on_first(lambda: combine_digests(digests)),
             modules=modules,
             num_trainable=self._num_trainable(),
-            num_parameters=sum(w.numel for w in self._weights if not (model.tied and w.name == "lm_head.weight")),
+            num_parameters=sum(weight.numel for weight in self._weights),
             device=str(ranks.device),
         )
 

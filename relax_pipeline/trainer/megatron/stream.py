@@ -78,10 +78,8 @@ class WeightStream:
             if name in (*_EMBEDDINGS, _OUTPUT):
                 tensor = tensor[: self._model.vocabulary]
             if name == _OUTPUT and self._model.tied:
-                continue  # yielded with the embedding, whether or not the folder holds it
+                continue  # it is the embedding
             yield name, tensor
-            if name in _EMBEDDINGS and self._model.tied:
-                yield _OUTPUT, tensor
 
     def _read(self, info: TensorInfo) -> Iterator[tuple[str, torch.Tensor]]:
         yield _name(info.name, self._model), read_tensor(info).to(self._model.dtype)
