@@ -50,7 +50,7 @@ class MegatronTrainerConfig(TrainerSection):
     data_parallel_size: Annotated[int, Field(ge=1)] = 1
     """Copies of the model, each with its share of the samples."""
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """Ranks that share each sequence, where one is too long for a GPU; micro_batch_tokens are of all of them together."""
+    """Ranks that share each sequence, where one is too long for a GPU; micro_batch_tokens are of all of them."""
     expert_parallel_size: Annotated[int, Field(ge=1)] = 1
     """Ranks that share a layer's experts, taken from the tensor-, context- and data-parallel ones."""
     expert_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
