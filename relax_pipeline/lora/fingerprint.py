@@ -87,8 +87,14 @@ def _looked_at_in_threads(tensors: Mapping[str, torch.Tensor]) -> dict[str, tupl
         sums = [[np.dot(key[: len(chunk)], chunk) for key in keys] for chunk in chunks]
         return np.array(sums, dtype=np.int64), bool(_finite(row_1E))
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        return dict(zip(tensors, threads.map(one, tensors.values()), strict=True))
+    def some(names: list[str]) -> dict[str, tuple[NDArray[np.int64], bool]]:
+        return {name: one(tensors[name]) for name in names}
+
+    by_size = sorted(tensors, key=lambda name: tensors[name].nbytes)
+    workers = min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers) as threads:
+        shares = threads.map(some, [by_size[worker::workers] for worker in range(workers)])
+        return {name: found for share in shares for name, found in share.items()}
 
 
 def _batches(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:

@@ -115,13 +115,13 @@ class Exports:
         tensors: dict[str, torch.Tensor] = {}
         num_unmoved = torch.zeros((), dtype=torch.int64, device=self._ranks.device)
         num_folded = 0
-        for weight, tensor in self._stream.each(sources):
-            if self._ranks.rank == 0 and weight.name in wanted:
-                merged = self._folded(weight.name, tensor, adapter)
+        for name, tensor in self._stream.some(sources):
+            if self._ranks.rank == 0 and name in wanted:
+                merged = self._folded(name, tensor, adapter)
                 if merged is not None:
                     num_folded += tensor.numel()
                     num_unmoved += (merged == tensor).sum()
-                tensors[weight.name] = tensor.clone() if merged is None else merged
+                tensors[name] = tensor.to(self._ranks.device, copy=True) if merged is None else merged
         content = {name: tensors[name] for name in names if name in tensors}
         digests = fingerprints(content).digests
         return Bucket(digests, sum(tensor.nbytes for tensor in content.values()), int(num_unmoved), num_folded, content)

@@ -57,18 +57,24 @@ class WeightStream:
         self._conversions = _grouped(model.bridge.get_conversion_tasks(model.chunks))
 
     @torch.no_grad()
-    def each(self, sources: Sequence[int] | None = None) -> Iterator[tuple[Weight, torch.Tensor]]:
-        """Yield weights, whole, on the device, maybe the model's own; all ranks together and to the end."""
-        from_megatron, from_folder = len(self._conversions), len(self._model.vision)
-        for source in range(from_megatron + from_folder) if sources is None else sources:
-            if source < from_megatron:
-                weights = self._converted(self._conversions[source])
-            else:
-                weights = self._read(self._model.vision[source - from_megatron])
-            for name, tensor in weights:
+    def each(self) -> Iterator[tuple[Weight, torch.Tensor]]:
+        """Yield all weights, whole, on the device, maybe the model's own; all ranks together and to the end."""
+        for source in range(len(self._conversions) + len(self._model.vision)):
+            for name, tensor in self.some([source]):
                 yield Weight(name, tensor.nbytes, tensor.numel(), source), tensor
 
+    @torch.no_grad()
+    def some(self, sources: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield weights by name, in the same way; many sources at once save Megatron-Bridge a millisecond for each."""
+        from_megatron = len(self._conversions)
+        yield from self._converted([task for s in sources if s < from_megatron for task in self._conversions[s]])
+        for source in sources:
+            if source >= from_megatron:
+                yield from self._read(self._model.vision[source - from_megatron])
+
     def _converted(self, tasks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        if not tasks:
+            return  # none would mean all
         exported = self._model.bridge.export_hf_weights(
             self._model.chunks, cpu=False, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=False
         )
