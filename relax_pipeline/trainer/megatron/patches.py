@@ -1,4 +1,4 @@
-"""The patches in force while the trainer runs: for what a machine lacks, and one for speed."""
+"""The patches in force while the trainer runs: for what a machine lacks, and for speed."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from typing import Any
 import torch
 from megatron.bridge.peft import module_matcher
 from megatron.bridge.peft import utils as peft_utils
+from megatron.bridge.peft.lora_layers import LoRALinear
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
-from relax_pipeline.trainer.megatron import delta_net
+from relax_pipeline.trainer.megatron import delta_net, lora_forward
 from relax_pipeline.trainer.megatron.compat import HAS_DELTA_KERNELS, Patch, patched
 from relax_pipeline.trainer.megatron.experts import PortableColumnGroupedLinear, PortableRowGroupedLinear
 from relax_pipeline.trainer.megatron.rotary import rotate_packed
 
 _CPU = torch.device("cpu")
-FASTER = [Patch(rope_utils, "_apply_rotary_pos_emb_thd", rotate_packed, "it goes through the sequences one by one")]
+FASTER = [
+    Patch(rope_utils, "_apply_rotary_pos_emb_thd", rotate_packed, "it goes through the sequences one by one"),
+    Patch(LoRALinear, "forward", lora_forward.forward, "it scales an adapter's output and adds it apart"),
+]
 """In force everywhere: nothing is missing without it, but time."""
 
 
