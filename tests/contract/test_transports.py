@@ -17,6 +17,7 @@ from tiny_run import run_config, train
 from relax_pipeline.config import HfEngineConfig, RunConfig
 from relax_pipeline.errors import EngineError
 from relax_pipeline.lora.fingerprint import fingerprint
+from relax_pipeline.rollout.carried import CarriedTensors
 from relax_pipeline.rollout.hf import HfEngine
 from relax_pipeline.rollout.pool import EnginePool
 from relax_pipeline.rollout.shared import SharedTensors
@@ -186,6 +187,13 @@ def test_tensors_read_before_stay_when_the_block_is_released(tensors: dict[str, 
     assert torch.equal(held, tensors["a"])
     with pytest.raises(RuntimeError, match="No such file"):
         pickle.loads(pickle.dumps(block))["a"]
+
+
+def test_a_carried_block_arrives_where_a_server_can_map_it(tensors: dict[str, torch.Tensor]) -> None:
+    carried = CarriedTensors.write(tensors)
+    arrived = pickle.loads(pickle.dumps(carried, protocol=5))
+    assert fingerprint(carried) == fingerprint(arrived) == fingerprint(tensors)
+    assert isinstance(arrived, SharedTensors)
 
 
 @pytest.mark.parametrize("make", [lambda t: t, SharedTensors.write])
