@@ -49,7 +49,7 @@ TINY = SHAPE | {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-REPEATS = 5
+REPEATS = 3
 CHECKED_SAMPLES = 8
 """Whose logprobs are compared with those of transformers."""
 
