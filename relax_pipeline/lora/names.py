@@ -1,4 +1,4 @@
-"""Key names of LoRA tensors in HF-PEFT form."""
+"""Key names of LoRA tensors in HF-PEFT form, and the names of what they belong to."""
 
 from __future__ import annotations
 
@@ -44,3 +44,12 @@ def adapted_modules(keys: Iterable[str]) -> tuple[str, ...]:
     if incomplete:
         raise AdapterError(f"adapter has only one of lora_A and lora_B for {incomplete[:5]} ({len(incomplete)} in all)")
     return tuple(sorted(halves))
+
+
+def transformers_name(name: str) -> str:
+    """Return the name a weight of a model that sees has in transformers; folders may have that of before 4.52."""
+    if name.startswith("visual."):
+        return f"model.{name}"
+    if name.startswith("model.") and not name.startswith(("model.language_model.", "model.visual.")):
+        return f"model.language_model.{name.removeprefix('model.')}"
+    return name

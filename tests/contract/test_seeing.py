@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from megatron_models import write_model
+from safetensors.torch import save_file
 from tiny_run import assert_drawn_from, make_samples, reference_logprobs, run_config, train
 
 from relax_pipeline.config import HfEngineConfig, RunConfig
-from relax_pipeline.models import load_model
+from relax_pipeline.models import base_state, load_model
 from relax_pipeline.rollout.hf import HfEngine
+from relax_pipeline.rollout.sglang.model_folder import read_model_folder
 from relax_pipeline.trainer.fsdp import FsdpTrainer
 from relax_pipeline.types import GenerateRequest, SamplingParams
 
@@ -54,6 +57,14 @@ def test_the_engine_serves_what_was_trained(folder: Path) -> None:
     assert_drawn_from(policy, requests, engine.generate(requests, version=1), tolerance=1e-5)
 
 
+def test_the_sglang_engine_would_hold_the_same_base(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "drafting")
+    save_file({"mtp.norm.weight": torch.ones(32)}, tmp_path / "drafting" / "mtp.safetensors")
+    held, info = read_model_folder(tmp_path / "drafting"), FsdpTrainer(config(folder)).info()
+    assert held.digest(torch.float32) == info.base_tensors_digest
+    assert set(info.modules) <= held.linear_shapes().keys()
+
+
 @pytest.mark.parametrize("rank", [3, 0])
 def test_training_goes_on_from_a_checkpoint(rank: int, folder: Path, tmp_path: Path) -> None:
     settings = config(folder, lora=ATTENTION | {"rank": rank}, sync={"mode": "merge"})
@@ -66,7 +77,7 @@ def test_training_goes_on_from_a_checkpoint(rank: int, folder: Path, tmp_path: P
 
 def test_the_part_that_sees_stays_as_it_was(folder: Path) -> None:
     trainer = FsdpTrainer(config(folder, lora={"rank": 0}, sync={"mode": "merge"}, optimizer={"weight_decay": 0.1}))
-    base = load_model(config(folder).model, device=torch.device("cpu")).state_dict()
+    base = base_state(load_model(config(folder).model, device=torch.device("cpu")))
     train(trainer, updates=1)
     names = [name for bucket in trainer.bucket_names(1 << 20) for name in bucket]
     tensors = trainer.export_weights(names).content

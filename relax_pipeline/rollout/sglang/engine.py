@@ -133,7 +133,7 @@ class SglangEngine:
             self._versions.begin_weights(version)
             self._control(
                 "/update_weights_from_tensor",
-                serialized_named_tensors=[bucket(block)] * self._config.tensor_parallel_size,
+                serialized_named_tensors=[bucket(block, self._folder.stored_names)] * self._config.tensor_parallel_size,
                 load_format=FORMAT,
                 flush_cache=True,  # or prompts seen before are answered from the old weights' cache
                 weight_version=str(version),

@@ -12,10 +12,13 @@ import torch
 
 from relax_pipeline.errors import ModelError
 from relax_pipeline.lora.fingerprint import combine_digests, fingerprints
+from relax_pipeline.lora.names import transformers_name
 from relax_pipeline.safetensors_io.header import TensorInfo, read_header
 from relax_pipeline.safetensors_io.read import read_tensor
 
 _HEAD = "lm_head.weight"
+_DRAFTING = "mtp."
+"""Layers that predict tokens further on, which neither the server loads nor a trainer has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,12 @@ class ModelFolder:
     """Names and shapes of a model's tensors; a tied head is the embedding, and has no name of its own."""
 
     tensors: dict[str, TensorInfo]
+    """By the name in transformers."""
+
+    @property
+    def stored_names(self) -> dict[str, str]:
+        """Names in the files, by which the server takes tensors, of those that have another in transformers."""
+        return {name: info.name for name, info in self.tensors.items() if name != info.name}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -59,8 +68,9 @@ def read_model_folder(folder: Path) -> ModelFolder:
     files = sorted(folder.glob("*.safetensors"))
     if not (folder / "config.json").is_file() or not files:
         raise ModelError(f"model.path {folder} is no Hugging Face checkpoint: it lacks config.json or *.safetensors")
-    tensors = {info.name: info for file in files for info in read_header(file).tensors}
     config = json.loads((folder / "config.json").read_text())
+    stored = [info for file in files for info in read_header(file).tensors if not info.name.startswith(_DRAFTING)]
+    tensors = {transformers_name(info.name) if "vision_config" in config else info.name: info for info in stored}
     if config.get("tie_word_embeddings"):
         tensors.pop(_HEAD, None)
     return ModelFolder(tensors)

@@ -38,11 +38,16 @@ class _Opened:
                 raise EngineError(f"{type(other).__name__} cannot be mapped by another process")
 
 
-def bucket(tensors: Block) -> str:
-    """Return the base64 text of a bucket; the receiver must be on this host, and on this GPU if the block is."""
+def bucket(tensors: Block, names: Mapping[str, str] | None = None) -> str:
+    """Return the base64 text of a bucket; the receiver must be on this host, and on this GPU if the block is.
+
+    Args:
+        tensors: What is sent.
+        names: What the receiver calls them; others keep their names.
+    """
     metadata = [
         SimpleNamespace(
-            name=name,
+            name=(names or {}).get(name, name),
             shape=torch.Size(place.shape),
             dtype=place.dtype,
             start_idx=place.start,

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from relax_pipeline.lora.names import PEFT_PREFIX
+from relax_pipeline.lora.names import PEFT_PREFIX, transformers_name
 from relax_pipeline.safetensors_io.header import TensorInfo
 from relax_pipeline.safetensors_io.read import read_tensor
 from relax_pipeline.trainer.megatron.model import Model
-from relax_pipeline.trainer.megatron.vision import transformers_name
 
 _EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 _OUTPUT = "lm_head.weight"

@@ -10,8 +10,6 @@ from megatron.core.transformer.module import MegatronModule
 from relax_pipeline.lora.scope import in_vision_region
 from relax_pipeline.safetensors_io.header import TensorInfo, read_header
 
-_PARTS = ("model.language_model.", "model.visual.")
-
 
 class LanguagePart(MegatronModule):  # type: ignore[misc]
     """A language model under the name it has in Megatron-Bridge's model of both parts, by which weights are mapped."""
@@ -56,12 +54,3 @@ def vision_tensors(folder: Path) -> tuple[TensorInfo, ...]:
     """Return where the weights of the vision part lie."""
     tensors = (info for file in sorted(folder.glob("*.safetensors")) for info in read_header(file).tensors)
     return tuple(info for info in tensors if in_vision_region(info.name))
-
-
-def transformers_name(name: str) -> str:
-    """Return the name a weight of a model that sees has in transformers; folders may have that of before 4.52."""
-    if name.startswith("visual."):
-        return f"model.{name}"
-    if name.startswith("model.") and not name.startswith(_PARTS):
-        return f"model.language_model.{name.removeprefix('model.')}"
-    return name
