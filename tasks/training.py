@@ -12,6 +12,7 @@ from relax_pipeline.errors import SyncError
 from tasks.events import announce
 
 if TYPE_CHECKING:
+    from relax_pipeline.checkpoint.store import CheckpointRef
     from relax_pipeline.session.session import TrainingSession
 
 _RETRY_SECONDS = [1.0, 5.0, 20.0]
@@ -76,14 +77,26 @@ def evaluate(session: TrainingSession, step: int) -> dict[str, float]:
     retry_delay_seconds=_RETRY_SECONDS,
 )
 def save(session: TrainingSession, step: int) -> dict[str, Any]:
-    """Write a checkpoint; the only phase that may be repeated as it is."""
-    ref = session.save(step)
-    saved = {"step": ref.step, "path": str(ref.path)}
-    announce("checkpoint.committed", session.config.run_name, saved)
-    return saved
+    """Write a checkpoint, or begin to; the only phase that may be repeated as it is."""
+    return _committed(session, session.save(step))
+
+
+@task(task_run_name="commit", cache_policy=NO_CACHE, persist_result=False)
+def commit(session: TrainingSession) -> dict[str, Any]:
+    """Wait until the checkpoint that was begun is written; from then on it counts."""
+    return _committed(session, session.commit())
 
 
 @task(task_run_name="send", cache_policy=NO_CACHE, persist_result=False)
 def send(session: TrainingSession) -> None:
     """Wait until the last checkpoint is in checkpoint.store, if there is one."""
     session.wait_until_sent()
+
+
+def _committed(session: TrainingSession, ref: CheckpointRef | None) -> dict[str, Any]:
+    """Tell everyone of a checkpoint that counts; of none, nobody."""
+    if ref is None:
+        return {}
+    saved = {"step": ref.step, "path": str(ref.path)}
+    announce("checkpoint.committed", session.config.run_name, saved)
+    return saved

@@ -50,21 +50,44 @@ class CheckpointStore:
         Raises:
             CheckpointError: Nothing was written, e.g. because the disk is full; earlier checkpoints are as they were.
         """
-        final = self.folder / f"step-{manifest.step:07d}"
-        temporary = self.folder / f".tmp-{final.name}"
-        try:
+        self.begin(manifest.step, write)
+        return self.commit(manifest, lambda: None)
+
+    def begin(self, step: int, write: Callable[[Path], None]) -> None:
+        """Begin a checkpoint: no one sees it before `commit`, and the next `begin` removes what was not committed.
+
+        Args:
+            step: Of the checkpoint.
+            write: Fills the folder it is given, or begins to.
+
+        Raises:
+            CheckpointError: As `save`.
+        """
+        temporary, final = self._folders(step)
+        with self._undone_unless_whole(temporary, final):
             self._remove_leftovers()
             temporary.mkdir(parents=True)
             write(temporary)
+
+    def commit(self, manifest: Manifest, finish: Callable[[], None]) -> CheckpointRef:
+        """Make the checkpoint that was begun one that counts; the same step again replaces what is there.
+
+        Args:
+            manifest: All but the files.
+            finish: Waits until the folder is filled.
+
+        Raises:
+            CheckpointError: As `save`.
+        """
+        temporary, final = self._folders(manifest.step)
+        with self._undone_unless_whole(temporary, final):
+            finish()
             _seal(temporary, manifest)
             if final.exists() and self._hide(final) is None:
                 raise CheckpointError("another process is reading it")
             temporary.rename(final)
             fsync_path(self.folder)
             self._remove_leftovers()
-        except (OSError, SafetensorError, RelaxError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(_explain_failure(error, final, self.folder)) from error
         return CheckpointRef(manifest.step, final)
 
     def committed(self) -> list[CheckpointRef]:
@@ -107,6 +130,19 @@ class CheckpointStore:
                 shutil.rmtree(trash)
                 deleted.append(ref)
         return deleted
+
+    def _folders(self, step: int) -> tuple[Path, Path]:
+        """Return where a checkpoint is written, and where it lies once it counts."""
+        final = self.folder / f"step-{step:07d}"
+        return self.folder / f".tmp-{final.name}", final
+
+    @contextmanager
+    def _undone_unless_whole(self, temporary: Path, final: Path) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError, RelaxError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(_explain_failure(error, final, self.folder)) from error
 
     def _hide(self, path: Path) -> Path | None:
         """Take a checkpoint out of sight at once and return where it is now; None if a reader holds it."""

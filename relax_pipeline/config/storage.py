@@ -29,6 +29,9 @@ class CheckpointConfig(Section):
     """Also keep each step that this divides."""
     save_lora_only: bool = True
     """Leave the frozen base out: resume reads it from model.path. Ignored, and off, while lora.rank is 0."""
+    background: bool = False
+    """Write a save behind the step that follows, which waits only while what is saved is copied to host memory. It
+    counts once that step is done; the last step's save is never put off."""
     save_on_cancel: bool = False
     """Also save when the run is cancelled between two optimizer steps; has to fit into the worker's 30 s."""
     store: StoreUri = None

@@ -92,6 +92,14 @@ class RemoteTrainer:
         """See `Trainer.save`."""
         self._all("save", folder)
 
+    def begin_save(self, folder: Path) -> None:
+        """See `Trainer.begin_save`."""
+        self._all("begin_save", folder)
+
+    def finish_save(self) -> None:
+        """See `Trainer.finish_save`."""
+        self._all("finish_save")
+
     def load(self, folder: Path) -> None:
         """See `Trainer.load`."""
         self._all("load", folder)

@@ -22,6 +22,7 @@ from relax_pipeline.session.collect import Collector, Sampler
 from relax_pipeline.session.evaluate import Evaluation, answer_held_out
 from relax_pipeline.session.learn import learn, rollout_metrics
 from relax_pipeline.session.pause import read_changes
+from relax_pipeline.session.saves import Saves
 from relax_pipeline.sync.report import SyncReport
 from relax_pipeline.sync.sync import WeightSync
 from relax_pipeline.trainer.base import Trainer
@@ -81,6 +82,9 @@ class TrainingSession:
         self._position = DataPosition()
         self._rollout: Rollout | None = None
         self._row: dict[str, float] = {}
+        self._saves = Saves(self.checkpoints, trainer, mirror, config.checkpoint)
+        self._trains = False
+        """Whether the trainer is, or was when an error came, in the middle of a step."""
         self._unsaved_step: int | None = None
         """The step the trainer and the data position are at, unless it is saved or the next one has begun."""
 
@@ -151,10 +155,11 @@ class TrainingSession:
         rollout, self._rollout = self._rollout, None
         assert rollout is not None, "score comes first"
         assert rollout.step == step
-        self._unsaved_step = None
+        self._unsaved_step, self._trains = None, True
         started = time.perf_counter()
         with self._sampler.engines_asleep() if self.config.engine.sleeps else nullcontext():
             metrics = learn(self._trainer, rollout, self.config)
+        self._trains = False
         self._position = rollout.next_position
         self._row |= metrics | {"seconds/train": time.perf_counter() - started}
         self._row["policy_version"] = float(self._trainer.policy_version())
@@ -186,8 +191,11 @@ class TrainingSession:
         self._unsaved_step = step or None
         return row
 
-    def save(self, step: int) -> CheckpointRef:
-        """Write a checkpoint and prune old ones.
+    def save(self, step: int) -> CheckpointRef | None:
+        """Write a checkpoint and prune old ones; with checkpoint.background only begin to, unless it is the last step.
+
+        Returns:
+            The checkpoint, or None where `commit` has to follow.
 
         Raises:
             CheckpointError: Nothing was written; earlier checkpoints are as they were.
@@ -204,18 +212,34 @@ class TrainingSession:
             run_id=self.run_id,
             layout=self.config.trainer.model_dump(),
         )
-        ref = self.checkpoints.save(manifest, self._trainer.save)
-        if self._mirror:
-            self._mirror.send(ref)
-        policy = self.config.checkpoint
-        self.checkpoints.prune(keep_last=policy.keep_last, keep_every=policy.keep_every)
-        self._row |= {"save/bytes": float(ref.num_bytes), "seconds/save": time.perf_counter() - started}
+        self._saves.begin(manifest)
+        self._row["seconds/save"] = time.perf_counter() - started
+        behind = self.config.checkpoint.background and step < self.config.steps
+        ref = None if behind else self.commit()
         self._unsaved_step = None
+        return ref
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is begun that does not count yet."""
+        return self._saves.is_writing
+
+    def commit(self) -> CheckpointRef | None:
+        """Wait until the checkpoint that was begun is written, and make it count; None if there is none.
+
+        Raises:
+            CheckpointError: It was not written; earlier checkpoints are as they were.
+        """
+        started = time.perf_counter()
+        ref = self._saves.commit()
+        if ref is not None:
+            self._row["save/bytes"] = float(ref.num_bytes)
+            self._row["seconds/save"] = self._row.get("seconds/save", 0.0) + time.perf_counter() - started
         return ref
 
     def save_unsaved(self) -> CheckpointRef | None:
         """Save the last finished step; None if it is saved, or an optimizer step has begun since."""
-        return None if self._unsaved_step is None else self.save(self._unsaved_step)
+        return None if self._unsaved_step is None else self.save(self._unsaved_step) or self.commit()
 
     def wait_until_sent(self) -> None:
         """Wait until the last checkpoint is in its store, if there is one.
@@ -240,9 +264,14 @@ class TrainingSession:
             )
 
     def close(self) -> None:
-        """Stop rollouts that run ahead. Processes belong to whoever opened the session."""
+        """Stop rollouts that run ahead, and end a save that was begun. Processes belong to whoever opened the session.
+
+        A trainer in the middle of a step is not waited for: the save before is then the newest.
+        """
         if self._collector is not None:
             self._collector.close()
+        if not self._trains:
+            self._saves.close()
 
     def _log_samples(self, rollout: Rollout) -> None:
         shown = [

@@ -112,7 +112,27 @@ class Trainer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write `trainer/` (sharded state, every rank its part) and `adapter/` (PEFT) into a checkpoint folder."""
+        """Write `trainer/` (sharded state, every rank its part) and `adapter/` (PEFT) into a checkpoint folder.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        ...
+
+    def begin_save(self, folder: Path) -> None:
+        """Begin a save of what is held now. It is written while other calls go on, and done after `finish_save`.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        ...
+
+    def finish_save(self) -> None:
+        """Wait until the save that was begun is written.
+
+        Raises:
+            CheckpointError: It could not be written, on any rank.
+        """
         ...
 
     def load(self, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -26,7 +27,7 @@ from relax_pipeline.rl.objective import ObjectiveMetrics, finalize_metrics, obje
 from relax_pipeline.safetensors_io.identity import model_digest
 from relax_pipeline.seeds import derive_seed
 from relax_pipeline.trainer.base import Bucket, Payload, RankLayout, TrainerInfo
-from relax_pipeline.trainer.fsdp_state import load_state, save_state
+from relax_pipeline.trainer.fsdp_state import load_state, state_copy, write_state
 from relax_pipeline.trainer.policy import Policy, full_tensor
 from relax_pipeline.trainer.schedule import learning_rate
 from relax_pipeline.trainer.totals import trained_totals
@@ -41,6 +42,8 @@ class FsdpTrainer:
         self._config, self._settings = config, config.trainer
         self._layout = layout or RankLayout()
         self._device = _join(self._layout, self._settings)
+        self._saving = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._saving_group = _saving_group(self._layout, self._settings)
         self._policy = Policy(
             config,
             device=self._device,
@@ -55,6 +58,7 @@ class FsdpTrainer:
             weight_decay=optimizer.weight_decay,
         )
         self._updates = 0
+        self._written: Future[None] | None = None
 
     def info(self) -> TrainerInfo:
         """See `Trainer.info`."""
@@ -139,18 +143,30 @@ class FsdpTrainer:
 
     def save(self, folder: Path) -> None:
         """See `Trainer.save`."""
-        save_state(
-            folder / "trainer",
-            self._policy.parameters,
-            self._optimizer,
-            frozen=self._saved_base(),
-            updates=self._updates,
-        )
-        if self._policy.spec:
-            adapter = self._policy.adapter(version=self._updates, dtype=torch.float32)
-            if self._layout.rank == 0:
-                metadata = {"base_digest": model_digest(Path(self._config.model.path))}
-                write_adapter(adapter, folder / "adapter", base_model=self._config.model.path, metadata=metadata)
+        self.begin_save(folder)
+        self.finish_save()
+
+    def begin_save(self, folder: Path) -> None:
+        """See `Trainer.begin_save`."""
+        parameters, base = self._policy.parameters, self._saved_base()
+        state = state_copy(parameters, self._optimizer, frozen=base, updates=self._updates)
+        spec = self._policy.spec
+        adapter = self._policy.adapter(version=self._updates, dtype=torch.float32) if spec else None
+
+        def write() -> None:
+            write_state(folder / "trainer", state, self._saving_group)
+            if adapter and self._layout.rank == 0:
+                path = self._config.model.path
+                metadata = {"base_digest": model_digest(Path(path))}
+                write_adapter(adapter, folder / "adapter", base_model=path, metadata=metadata)
+
+        self._written = self._saving.submit(write)
+
+    def finish_save(self) -> None:
+        """See `Trainer.finish_save`."""
+        written, self._written = self._written, None
+        assert written is not None, "begin_save comes first"
+        written.result()
 
     def load(self, folder: Path) -> None:
         """See `Trainer.load`."""
@@ -166,6 +182,7 @@ class FsdpTrainer:
 
     def close(self) -> None:
         """See `Trainer.close`."""
+        self._saving.shutdown()
         if self._layout.world_size > 1:
             dist.destroy_process_group()
 
@@ -247,6 +264,15 @@ def _join(layout: RankLayout, settings: FsdpTrainerConfig) -> torch.device:
             timeout=timedelta(seconds=settings.step_timeout_seconds),
         )
     return device
+
+
+def _saving_group(layout: RankLayout, settings: FsdpTrainerConfig) -> dist.ProcessGroup | None:
+    """Return a group of all ranks for threads that save while the others train; None for one rank."""
+    if layout.world_size == 1:
+        return None
+    timeout = timedelta(seconds=settings.step_timeout_seconds)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    return group
 
 
 def _reduce(values: dict[str, torch.Tensor], operation: dist.ReduceOp.RedOpType) -> None:

@@ -9,37 +9,47 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from relax_pipeline.errors import CheckpointError
 
 _UPDATES = "optimizer_updates"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_PLAIN = StagingOptions(
+    use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+)
 
 
-def save_state(
-    folder: Path,
+def state_copy(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.AdamW,
     *,
     frozen: Mapping[str, nn.Parameter],
     updates: int,
-) -> None:
-    """Write parameters and Adam state; every rank of the process group calls this and writes its own part.
-
-    Raises:
-        CheckpointError: The folder cannot be written.
-    """
+) -> dict[str, torch.Tensor]:
+    """Return what this rank has of a checkpoint, parameters and Adam state, in host memory."""
     state = _template(parameters, frozen) | {_UPDATES: torch.tensor(updates)}
     for name, parameter in parameters.items():
         for moment in _MOMENTS:
             if parameter in optimizer.state:
                 state[f"{moment}/{name}"] = optimizer.state[parameter][moment]
+    copied: dict[str, torch.Tensor] = DefaultStager(_PLAIN).stage(state)  # type: ignore[assignment]
+    return copied
+
+
+def write_state(folder: Path, state: dict[str, torch.Tensor], group: ProcessGroup | None) -> None:
+    """Write a checkpoint; every rank of a group that nothing else uses meanwhile writes its own part.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+    """
     try:
         with _without_warning_of_one_process():
-            state_dict_saver.save(state, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
+            state_dict_saver.save(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
     except (OSError, CheckpointException) as error:  # the latter derives from BaseException
         raise CheckpointError(f"{folder} cannot be written: {_reason(error)}") from error
 

@@ -133,6 +133,31 @@ def test_save_of_nothing_is_refused(two: CheckpointStore) -> None:
     assert steps(two) == [10, 20]
 
 
+def test_a_save_that_was_begun_counts_once_it_is_committed(two: CheckpointStore) -> None:
+    two.begin(30, write())
+    assert steps(two) == [10, 20]
+    finished: list[int] = []
+    ref = two.commit(manifest(30), lambda: finished.append(len(steps(two))))
+    assert (finished, steps(two)) == ([2], [10, 20, 30])
+    verify(ref)
+
+
+def test_the_next_save_removes_one_that_was_never_committed(two: CheckpointStore) -> None:
+    two.begin(30, write())
+    two.save(manifest(40), write())
+    assert sorted(path.name for path in two.folder.iterdir()) == ["step-0000010", "step-0000020", "step-0000040"]
+
+
+def test_save_that_fails_after_it_was_begun_leaves_nothing(two: CheckpointStore) -> None:
+    def fail() -> None:
+        raise OSError(5, "Input/output error")
+
+    two.begin(30, write())
+    with pytest.raises(CheckpointError, match=r"step-0000030 was not saved: .*earlier checkpoints are as they"):
+        two.commit(manifest(30), fail)
+    assert sorted(path.name for path in two.folder.iterdir()) == ["step-0000010", "step-0000020"]
+
+
 KILLED_SAVE = """
 import os, sys
 from pathlib import Path

@@ -532,6 +532,36 @@ def test_saving_does_not_disturb_training(start: Start, config: RunConfig, tmp_p
     assert train(saved, updates=2, first=1) == train(plain, updates=2, first=1)
 
 
+@pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 0}, "sync": {"mode": "merge"}}], ids=["adapter", "full"])
+def test_a_save_behind_training_holds_what_was_there_when_it_began(
+    start: Start, tiny_model: Path, tmp_path: Path, sections: dict[str, dict[str, object]]
+) -> None:
+    config = run_config(tiny_model, **sections)  # type: ignore[arg-type]
+    saved, resumed = start(config), start(config)
+    train(saved, updates=2)
+    saved.save(tmp_path / "at_once")
+    saved.begin_save(tmp_path / "behind")
+    train(saved, updates=1, first=2)
+    saved.finish_save()
+    went_on = []
+    for folder in ("at_once", "behind"):
+        resumed.load(tmp_path / folder)
+        went_on.append((train(resumed, updates=2, first=2), fingerprint(whole(resumed)[1])))
+    assert went_on[0] == went_on[1]
+    files = [sorted(path.name for path in (tmp_path / folder).rglob("*")) for folder in ("at_once", "behind")]
+    assert files[0] == files[1]
+
+
+def test_a_save_that_fails_behind_training_is_told_when_it_is_finished(trainer: Trainer, tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "__0_0.distcp").symlink_to("/dev/full")
+    trainer.begin_save(tmp_path)
+    train(trainer, updates=1)
+    with pytest.raises(CheckpointError, match="trainer cannot be written"):
+        trainer.finish_save()
+    trainer.save(tmp_path / "another")
+
+
 def test_a_trainer_that_never_stepped_can_be_saved_and_loaded(start: Start, config: RunConfig, tmp_path: Path) -> None:
     start(config).save(tmp_path)
     resumed, fresh = start(config), start(config)

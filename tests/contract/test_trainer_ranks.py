@@ -126,6 +126,16 @@ def test_two_ranks_go_on_bit_by_bit(pair: RemoteTrainer, tmp_path: Path) -> None
     assert (train(pair, updates=2, first=2), fingerprint(weights(pair))) == straight
 
 
+def test_two_ranks_save_behind_training(pair: RemoteTrainer, tmp_path: Path) -> None:
+    train(pair, updates=2)
+    pair.begin_save(tmp_path)
+    straight = train(pair, updates=2, first=2), fingerprint(weights(pair))
+    pair.finish_save()
+    pair.load(tmp_path)
+    assert pair.policy_version() == 2
+    assert (train(pair, updates=2, first=2), fingerprint(weights(pair))) == straight
+
+
 def test_one_rank_goes_on_from_two(pair: RemoteTrainer, single: Trainer, tmp_path: Path) -> None:
     train(pair, updates=2)
     pair.save(tmp_path)

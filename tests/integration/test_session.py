@@ -383,6 +383,73 @@ def test_only_a_finished_step_that_is_not_saved_can_be_saved_when_the_end_comes(
     assert run.session.save_unsaved() is None
 
 
+def test_a_save_behind_the_next_step_is_of_the_step_it_was_begun_at(start: Callable[..., Run]) -> None:
+    run = start(checkpoint={"background": True})
+    run.steps(1, 1)
+    digest = run.digest()
+    assert run.session.save(1) is None
+    run.steps(2, 2)
+    assert run.session.is_saving
+    assert run.session.checkpoints.committed() == []
+    ref = run.session.commit()
+    assert ref is not None
+    assert verify(ref).step == 1
+    assert not run.session.is_saving
+    resumed = start()
+    assert (resumed.trainer.policy_version(), resumed.digest()) == (1, digest)
+
+
+def test_run_that_dies_before_a_save_counts_goes_on_from_the_one_before(start: Callable[..., Run]) -> None:
+    run = start(checkpoint={"background": True})
+    for step in (1, 2):
+        run.steps(step, step)
+        run.session.commit()
+        run.session.save(step)
+    run.steps(3, 3)
+    resumed = start(checkpoint={"background": True}, restore=False)
+    assert resumed.session.restore().step == 1
+    resumed.steps(2, 2)
+    resumed.session.save(2)
+    assert resumed.session.commit() is not None
+    assert [ref.step for ref in resumed.session.checkpoints.committed()] == [1, 2]
+
+
+def test_next_save_waits_for_the_one_before(start: Callable[..., Run]) -> None:
+    run = start(checkpoint={"background": True})
+    for step in (1, 2):
+        run.steps(step, step)
+        run.session.save(step)
+    assert [ref.step for ref in run.session.checkpoints.committed()] == [1]
+
+
+def test_the_last_step_is_saved_at_once(start: Callable[..., Run]) -> None:
+    run = start(steps=1, checkpoint={"background": True})
+    run.steps(1, 1)
+    assert run.session.save(1) is not None
+
+
+def test_save_that_was_begun_is_finished_at_the_end(start: Callable[..., Run]) -> None:
+    run = start(checkpoint={"background": True})
+    run.steps(1, 1)
+    run.session.save(1)
+    run.session.close()
+    assert [ref.step for ref in run.session.checkpoints.committed()] == [1]
+
+
+def test_trainer_in_the_middle_of_a_step_is_not_waited_for(start: Callable[..., Run]) -> None:
+    run = start(checkpoint={"background": True})
+    run.steps(1, 1)
+    run.session.save(1)
+    run.session.sync()
+    run.session.rollout(2)
+    run.session.score(2)
+    run.trainer.optim_step = lambda: {}["lost"]  # type: ignore[method-assign]
+    with pytest.raises(KeyError):
+        run.session.train(2)
+    run.session.close()
+    assert run.session.checkpoints.committed() == []
+
+
 def test_old_checkpoints_go(start: Callable[..., Run]) -> None:
     run = start(checkpoint={"keep_last": 2, "keep_every": 3})
     for step in range(1, 7):

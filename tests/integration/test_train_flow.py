@@ -72,7 +72,7 @@ def is_alive(pid: int) -> bool:
 
 def test_ten_kills_change_nothing(prefect_api: str, run_values: dict[str, Any], command: Start) -> None:
     runs = Path(run_values["output_dir"])
-    long_run = run_values | {"steps": 60}
+    long_run = run_values | {"steps": 60, "checkpoint": run_values["checkpoint"] | {"background": True}}
     wait(command("train", long_run | {"run_name": "whole"}))
 
     chance = random.Random(7)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -75,14 +75,14 @@ class Exports:
         info = self._ranks.on_first(make)
         return Payload(info, made[0] if made else None)
 
-    def write_adapter(self, folder: Path, version: int) -> None:
-        """Write a PEFT folder with the masters, where there is an adapter.
+    def adapter_writer(self, folder: Path, version: int) -> Callable[[], None]:
+        """Return what writes a PEFT folder with the masters, where there is an adapter: on rank 0, on any thread.
 
         Raises:
-            CheckpointError: On all ranks, when rank 0 cannot write it.
+            CheckpointError: By what is returned.
         """
         if self._spec is None:
-            return
+            return lambda: None
         tensors = self._full_precision(version)
 
         def write() -> None:
@@ -93,7 +93,7 @@ class Exports:
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{folder} cannot be written: {error}") from error
 
-        self._ranks.on_first(write)
+        return write
 
     def bucket_names(self, buffer_bytes: int) -> list[list[str]]:
         """Split the names of all weights into buckets of at most buffer_bytes; a larger tensor is alone."""

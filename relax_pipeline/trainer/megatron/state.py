@@ -6,8 +6,6 @@ ranks finds its part.
 
 from __future__ import annotations
 
-import queue
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,44 +16,15 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from relax_pipeline.errors import CheckpointError
-from relax_pipeline.trainer.megatron.compat import Patch, patched
 from relax_pipeline.trainer.megatron.optimizer import MasterOptimizer
 from relax_pipeline.trainer.megatron.parallel import Ranks
 from relax_pipeline.trainer.megatron.sharding import placements
 
-_UPDATES = "optimizer_updates"
-
-
-def save_state(
-    folder: Path,
-    chunks: Sequence[nn.Module],
-    optimizer: MasterOptimizer,
-    ranks: Ranks,
-    *,
-    frozen: Mapping[str, nn.Parameter],
-    updates: int,
-) -> None:
-    """Write masters, Adam state and the frozen parameters given; every rank calls this and writes its own part.
-
-    Raises:
-        CheckpointError: The folder cannot be written, or a parameter has no place in a checkpoint.
-    """
-    state = _sharded(chunks, optimizer, ranks, frozen, values=_values(optimizer, frozen))
-    writes_in_this_process = Patch(
-        filesystem_async, "_results_queue", queue.Queue(), "the default is a process that imports __main__ again"
-    )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with patched([writes_in_this_process]):
-            dist_checkpointing.save(state | {_UPDATES: updates}, str(folder))
-    except (OSError, RuntimeError, CheckpointingException, CheckpointException) as error:
-        free = shutil.disk_usage(folder).free >> 20 if folder.is_dir() else 0
-        raise CheckpointError(f"{folder} cannot be written ({free} MiB are free): {_reason(error)}") from error
+UPDATES = "optimizer_updates"
 
 
 def load_state(
@@ -66,13 +35,15 @@ def load_state(
     *,
     frozen: Mapping[str, nn.Parameter],
 ) -> int:
-    """Load what `save_state` wrote, under any layout of ranks; return the optimizer steps taken.
+    """Load what `saving` wrote, under any layout of ranks; return the optimizer steps taken.
 
     Raises:
         CheckpointError: The folder holds other parameters, other shapes, or cannot be read.
     """
-    blank = {key: {n: torch.empty_like(t) for n, t in part.items()} for key, part in _values(optimizer, frozen).items()}
-    state = _sharded(chunks, optimizer, ranks, frozen, values=blank)
+    blank = {
+        key: {n: torch.empty_like(t) for n, t in part.items()} for key, part in state_values(optimizer, frozen).items()
+    }
+    state = placed(chunks, optimizer, ranks, frozen, values=blank)
     try:
         difference = dist_checkpointing.load_tensors_metadata(str(folder)).keys() ^ set().union(
             *ranks.gather(_keys(state))
@@ -83,8 +54,8 @@ def load_state(
             )
         loaded = dist_checkpointing.load(state, str(folder), strict="raise_all")
     except (OSError, ValueError, RuntimeError, KeyError, CheckpointingException, CheckpointException) as error:
-        raise CheckpointError(f"{folder} cannot be loaded: {_reason(error)}") from error
-    updates = int(loaded[_UPDATES])
+        raise CheckpointError(f"{folder} cannot be loaded: {reason(error)}") from error
+    updates = int(loaded[UPDATES])
     with torch.no_grad():
         for name, master in optimizer.masters.items():
             master.copy_(loaded["parameter"][name])
@@ -97,7 +68,8 @@ def load_state(
     return updates
 
 
-def _values(optimizer: MasterOptimizer, frozen: Mapping[str, nn.Parameter]) -> dict[str, dict[str, torch.Tensor]]:
+def state_values(optimizer: MasterOptimizer, frozen: Mapping[str, nn.Parameter]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return what a checkpoint holds, by kind and by the parameter's name; nothing is copied."""
     values: dict[str, dict[str, torch.Tensor]] = {
         "parameter": {name: master.detach() for name, master in optimizer.masters.items()},
         "exp_avg": {},
@@ -110,7 +82,7 @@ def _values(optimizer: MasterOptimizer, frozen: Mapping[str, nn.Parameter]) -> d
     return values
 
 
-def _sharded(
+def placed(
     chunks: Sequence[nn.Module],
     optimizer: MasterOptimizer,
     ranks: Ranks,
@@ -118,7 +90,11 @@ def _sharded(
     *,
     values: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> dict[str, Any]:
-    """Return the values with the places of their parameters."""
+    """Return the values with the places of their parameters.
+
+    Raises:
+        CheckpointError: A parameter has no place in a checkpoint.
+    """
     places = placements(chunks, ranks.groups)
     state: dict[str, Any] = {}
     for key, tensors in values.items():
@@ -141,7 +117,7 @@ def _keys(state: Mapping[str, Any]) -> set[str]:
     return keys
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """Return what went wrong, on the first rank where it did, without the traceback."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]

@@ -26,7 +26,8 @@ from relax_pipeline.trainer.megatron.optimizer import MasterOptimizer
 from relax_pipeline.trainer.megatron.parallel import join, leave
 from relax_pipeline.trainer.megatron.patches import runnable
 from relax_pipeline.trainer.megatron.provider import uses_transformer_engine
-from relax_pipeline.trainer.megatron.state import load_state, save_state
+from relax_pipeline.trainer.megatron.saving import Save
+from relax_pipeline.trainer.megatron.state import load_state
 from relax_pipeline.trainer.megatron.warm_start import load_adapter
 from relax_pipeline.trainer.schedule import learning_rate
 from relax_pipeline.trainer.totals import trained_totals
@@ -42,6 +43,7 @@ class MegatronTrainer:
         self._device = resolve_device(config.trainer.device)
         self._transformer_engine = uses_transformer_engine(self._settings, self._device)
         self._updates, self._asleep = 0, False
+        self._save: Save | None = None
         with self._machine():
             self._ranks = join(layout or RankLayout(), self._settings, device=self._device, seed=config.seed)
             self._model = build_model(config, self._settings, self._ranks)
@@ -127,16 +129,28 @@ class MegatronTrainer:
 
     def save(self, folder: Path) -> None:
         """See `Trainer.save`."""
+        self.begin_save(folder)
+        self.finish_save()
+
+    def begin_save(self, folder: Path) -> None:
+        """See `Trainer.begin_save`."""
         with self._machine():
-            save_state(
+            self._save = Save(
                 folder / "trainer",
                 self._model.chunks,
                 self._optimizer,
                 self._ranks,
                 frozen={} if self._config.saves_lora_only else self._model.frozen(),
                 updates=self._updates,
+                write_adapter=self._exports.adapter_writer(folder / "adapter", self._updates),
             )
-            self._exports.write_adapter(folder / "adapter", self._updates)
+
+    def finish_save(self) -> None:
+        """See `Trainer.finish_save`."""
+        save, self._save = self._save, None
+        assert save is not None, "begin_save comes first"
+        with self._machine():
+            save.finish()
 
     def load(self, folder: Path) -> None:
         """See `Trainer.load`."""
@@ -158,6 +172,8 @@ class MegatronTrainer:
 
     def close(self) -> None:
         """See `Trainer.close`."""
+        if self._save:
+            self._save.wait()
         leave()
 
     def sleep(self) -> None:
