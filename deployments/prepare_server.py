@@ -1,10 +1,11 @@
 """Prepare a Prefect server for deployments/prefect.yaml: work pools with limits, and zombie detection. Idempotent.
 
-python deployments/prepare_server.py
+python deployments/prepare_server.py [--silence 150]
 """
 
 from __future__ import annotations
 
+import argparse
 from datetime import timedelta
 
 from prefect.automations import Automation
@@ -18,16 +19,18 @@ from prefect.exceptions import ObjectNotFound
 
 POOLS: dict[str, int | None] = {"relax-train": 1, "relax-cpu": None}
 """Flow runs at a time. One training: raise it only if the workers of the pool do not share GPUs."""
-SILENCE = timedelta(seconds=150)
-"""Without a heartbeat for so long, a flow run's process is gone. prefect.yaml asks for one every 30 s."""
 
 
 def main() -> None:
     """Create what is missing, and bring the rest to what is written here."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    help_text = "seconds without a heartbeat after which a run is Crashed; prefect.yaml asks for one every 30 s"
+    parser.add_argument("--silence", type=int, default=150, help=help_text)
+    silence = timedelta(seconds=parser.parse_args().silence)
     with get_client(sync_client=True) as client:
         for name, limit in POOLS.items():
             prepare_pool(client, name, limit)
-    prepare_zombie_detection()
+    prepare_zombie_detection(silence)
 
 
 def prepare_pool(client: SyncPrefectClient, name: str, limit: int | None) -> None:
@@ -40,7 +43,7 @@ def prepare_pool(client: SyncPrefectClient, name: str, limit: int | None) -> Non
     print(f"work pool {name}: {'no limit' if limit is None else f'{limit} at a time'}")
 
 
-def prepare_zombie_detection() -> None:
+def prepare_zombie_detection(silence: timedelta) -> None:
     """Have the server call a training run Crashed when its heartbeats stop: a machine that is gone reports nothing."""
     wanted = Automation(
         name="relax-zombies",
@@ -55,9 +58,9 @@ def prepare_zombie_detection() -> None:
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,
-            within=SILENCE,
+            within=silence,
         ),
-        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=f"no heartbeat for {SILENCE.seconds} s")],
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=f"no heartbeat for {silence.seconds} s")],
     )
     try:
         found = Automation.read(name=wanted.name)
@@ -66,7 +69,7 @@ def prepare_zombie_detection() -> None:
     else:
         wanted.id = found.id
         wanted.update()
-    print(f"automation {wanted.name}: Crashed after {SILENCE.seconds} s of silence")
+    print(f"automation {wanted.name}: Crashed after {silence.seconds} s of silence")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
+from tasks.alive import stay_running
+
 _API_ERRORS = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 """RuntimeError is what the client says when the API cannot be reached."""
 
@@ -82,6 +84,8 @@ class LiveArtifacts:
             with get_client(sync_client=True) as client:
                 for content in contents:
                     self._replace(client, content)
+                if self._flow_run_id:
+                    stay_running(client, self._flow_run_id)
             self._failing = False
         except _API_ERRORS as error:
             if not self._failing:

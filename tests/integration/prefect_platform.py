@@ -17,9 +17,11 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.client.schemas.responses import SetStateStatus
+from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
-from prefect.states import Scheduled
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -38,6 +40,8 @@ class Platform:
             "PREFECT_HOME": str(home),
             "PREFECT_API_URL": self.url,
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "20",
+            "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
             "PREFECT_WORKER_QUERY_SECONDS": "2",
             "RELAX_HOME": str(REPOSITORY),
             "DO_NOT_TRACK": "1",
@@ -48,7 +52,7 @@ class Platform:
     def start(self) -> None:
         """Start everything and deploy."""
         self.start_server()
-        self.command(sys.executable, "deployments/prepare_server.py")
+        self.command(sys.executable, "deployments/prepare_server.py", "--silence", "60")
         self.command("prefect", "--no-prompt", "deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
         for pool in ("relax-train", "relax-cpu"):
             self.start_worker(pool)
@@ -81,12 +85,29 @@ class Platform:
         with temporary_settings({PREFECT_API_URL: self.url, PREFECT_HOME: self.home}):
             return get_client(sync_client=True)
 
-    def run(self, config: dict[str, Any], *, delay: float = 0.0) -> UUID:
-        """Schedule a training run."""
-        state = Scheduled(scheduled_time=datetime.now(UTC) + timedelta(seconds=delay))
+    def run(self, deployment: str, **parameters: Any) -> UUID:
+        """Start a flow run of a deployment, as the UI's quick run does."""
         with self.client() as client:
-            deployment = client.read_deployment_by_name("relax-train/train")
-            return client.create_flow_run_from_deployment(deployment.id, parameters={"config": config}, state=state).id
+            found = client.read_deployment_by_name(deployment)
+            return client.create_flow_run_from_deployment(found.id, parameters=parameters).id
+
+    def train(self, config: dict[str, Any]) -> UUID:
+        return self.run("relax-train/train", config=config)
+
+    def schedule(self, deployment: str, *, after: float, **parameters: Any) -> None:
+        """Give a deployment a schedule of its own, due in some seconds and then every day."""
+        due = datetime.now(UTC) + timedelta(seconds=after)
+        daily = IntervalSchedule(interval=timedelta(days=1), anchor_date=due)
+        with self.client() as client:
+            found = client.read_deployment_by_name(deployment)
+            schedule = DeploymentScheduleCreate(schedule=daily, parameters=parameters)
+            client.create_deployment_schedules(found.id, [schedule])
+
+    def artifact(self, key: str) -> Any:
+        """Return what an artifact shows; None where there is none."""
+        with self.client() as client:
+            found = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])))
+        return max(found, key=lambda artifact: artifact.updated).data if found else None
 
     def state(self, flow_run_id: UUID) -> str:
         with self.client() as client:

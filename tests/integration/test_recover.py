@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 import uuid
+from collections.abc import Iterator
+from pathlib import Path
 from uuid import UUID
 
 import pytest
+from prefect.automations import Automation
 from prefect.client.orchestration import get_client
+from prefect.events import emit_event
+from prefect.events.worker import EventsWorker
 from prefect.states import Completed, Crashed, Running
 
 from flows.recover import recover
+
+REPOSITORY = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.prefect
 
@@ -24,6 +34,20 @@ def crashed_run(crashes: int) -> UUID:
             client.set_flow_run_state(run_id, Running(), force=True)
             client.set_flow_run_state(run_id, Crashed(), force=True)
     return run_id
+
+
+def heartbeat(run_id: UUID) -> None:
+    """What the process of a training run sends every 30 s."""
+    resource = {"prefect.resource.id": f"prefect.flow-run.{run_id}"}
+    with get_client(sync_client=True) as client:
+        flow_id = client.create_flow_from_name("relax-train")
+    flow = {
+        "prefect.resource.id": f"prefect.flow.{flow_id}",
+        "prefect.resource.name": "relax-train",
+        "prefect.resource.role": "flow",
+    }
+    emit_event("prefect.flow-run.heartbeat", resource=resource, related=[flow])
+    EventsWorker.drain_all(timeout=10)
 
 
 def state_name(run_id: UUID) -> str | None:
@@ -54,3 +78,37 @@ def test_a_run_that_was_mended_meanwhile_is_left_alone(prefect_api: str) -> None
         client.set_flow_run_state(run_id, Completed(), force=True)
     assert not recover(run_id)
     assert state_name(run_id) == "Completed"
+
+
+@pytest.fixture
+def zombie_detection(prefect_api: str) -> Iterator[None]:
+    """After the shortest silence that Prefect allows; gone after the test, for the sake of the runs of others."""
+    subprocess.run([sys.executable, "deployments/prepare_server.py", "--silence", "10"], cwd=REPOSITORY, check=True)
+    yield
+    Automation.read(name="relax-zombies").delete()
+
+
+@pytest.mark.usefixtures("zombie_detection")
+def test_a_run_that_falls_silent_is_crashed_and_scheduled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.recover._HEARTBEAT_SECONDS", 3.0)
+    run_id = crashed_run(0)
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(run_id, Running(), force=True)
+    time.sleep(3.0)  # the server looks for new automations
+    heartbeat(run_id)
+    deadline = time.monotonic() + 60
+    while state_name(run_id) == "Running" and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert state_name(run_id) == "Crashed"
+    assert recover(run_id)
+    assert state_name(run_id) == "AwaitingRetry"
+
+
+def test_a_run_that_was_only_cut_off_is_not_started_twice(prefect_api: str) -> None:
+    run_id = crashed_run(0)
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(run_id, Running(), force=True)
+        client.set_flow_run_state(run_id, Crashed(message="no heartbeat for 150 s"), force=True)
+    heartbeat(run_id)
+    assert not recover(run_id)
+    assert state_name(run_id) == "Running"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from uuid import UUID
 
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Crashed
 
 from tasks.artifacts import Content, LiveArtifacts
 from tests.integration.fault_proxy import FaultProxy
@@ -35,6 +38,22 @@ def test_a_key_is_one_artifact_with_the_newest_content(prefect_api: str) -> None
     (artifact,) = artifacts("once")
     assert artifact.data == '[{"step": 2}]'
     assert artifact.flow_run_id is not None
+
+
+def test_a_run_that_was_taken_for_dead_says_that_it_lives(prefect_api: str) -> None:
+    names: list[str] = []
+
+    @flow
+    def run() -> None:
+        live = LiveArtifacts()
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(UUID(flow_run.id), Crashed(message="no heartbeat for 150 s"), force=True)
+            live.show(lambda: [Content("alive", "progress", 1.0, "")])
+            live.close(timeout=30)
+            names.append(client.read_flow_run(UUID(flow_run.id)).state_name or "")
+
+    run()
+    assert names == ["Running"]
 
 
 def test_nobody_waits_for_an_api_that_takes_no_artifacts(prefect_api: str) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("flow", ["train", "merge_publish", "sweep", "evaluate", "recover"])
+@pytest.mark.parametrize("flow", ["train", "merge_publish", "sweep", "evaluate", "recover", "pause"])
 def test_a_flow_module_loads_without_torch_and_ray(flow: str) -> None:
     code = (
         f"import sys, flows.{flow}; print([name for name in ('torch', 'transformers', 'ray') if name in sys.modules])"
