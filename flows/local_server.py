@@ -44,6 +44,7 @@ def prefect_server() -> Iterator[str]:
         yield configured
         return
     port = _free_port()
+    url = f"http://127.0.0.1:{port}/api"
     log_file = Path(PREFECT_HOME.value()).expanduser() / "relax-pipeline-server.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
@@ -52,12 +53,11 @@ def prefect_server() -> Iterator[str]:
             command,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_SERVER_SETTINGS | os.environ,
+            env=_SERVER_SETTINGS | {"PREFECT_SERVER_UI_API_URL": url} | os.environ,
             start_new_session=True,
             preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, which takes no lock
         )
     try:
-        url = f"http://127.0.0.1:{port}/api"
         _wait_until_up(url, process, log_file)
         with temporary_settings({PREFECT_API_URL: url}):
             try:
