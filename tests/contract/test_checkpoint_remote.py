@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from relax_pipeline.checkpoint.manifest import Identity, Manifest
-from relax_pipeline.checkpoint.mirror import fetch_newest, open_mirror
+from relax_pipeline.checkpoint.mirror import fetch_changes, fetch_newest, open_mirror
 from relax_pipeline.checkpoint.owner import Ownership
 from relax_pipeline.checkpoint.remote import RemoteCheckpoints
 from relax_pipeline.checkpoint.store import CheckpointRef, CheckpointStore, verify
@@ -216,6 +216,22 @@ def test_saves_arrive_in_the_background_and_are_found_elsewhere(config: Checkpoi
     with open_mirror(config, "run", elsewhere):
         assert [ref.step for ref in CheckpointStore(elsewhere / "checkpoints").committed()] == [4]
         assert (elsewhere / "metrics.jsonl").read_text() == '{"step": 3}\n'
+
+
+def test_changes_made_at_pauses_hold_on_a_machine_that_is_behind(config: CheckpointConfig, tmp_path: Path) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with open_mirror(config, "run", here) as mirror:
+        assert mirror is not None
+        mirror.send(save(CheckpointStore(here / "checkpoints"), 1))
+        (here / "changes.json").write_text("changed after step 1")
+        mirror.send(save(CheckpointStore(here / "checkpoints"), 2))
+        mirror.finish()
+    fetch_changes(config, "run", elsewhere)
+    assert (elsewhere / "changes.json").read_text() == "changed after step 1"
+    (here / "changes.json").write_text("changed after step 2, and not sent yet")
+    fetch_changes(config, "run", here)
+    assert (here / "changes.json").read_text() == "changed after step 2, and not sent yet"
 
 
 def test_a_run_that_was_taken_sends_nothing_more(config: CheckpointConfig, tmp_path: Path) -> None:

@@ -357,6 +357,14 @@ def test_resumed_run_draws_the_prompts_that_are_left(start: Callable[..., Run], 
         assert trained[0] == trained[1]
 
 
+def test_resumed_run_keeps_its_id(start: Callable[..., Run]) -> None:
+    run, other = start(), start(place="b")
+    run.steps(1, 1)
+    run.session.save(1)
+    run.session.close()
+    assert start().session.run_id == run.session.run_id != other.session.run_id
+
+
 def test_checkpoint_says_where_the_run_is(start: Callable[..., Run]) -> None:
     run = start()
     run.steps(1, 2)
