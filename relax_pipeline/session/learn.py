@@ -12,6 +12,7 @@ from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import TrainerError
 from relax_pipeline.rewards.overlong import overlong_penalty
 from relax_pipeline.rl.batching import make_samples, split_updates
+from relax_pipeline.timing import timed
 from relax_pipeline.trainer.base import Trainer
 from relax_pipeline.types import Rollout, RolloutGroup, TrainingSample
 
@@ -37,11 +38,15 @@ def learn(trainer: Trainer, rollout: Rollout, config: RunConfig) -> dict[str, fl
     updates = split_updates(groups, config.algorithm.updates_per_rollout)
     if len(updates) > 1:
         updates = [_with_policy_logprobs(trainer, samples, config.rollout.temperature) for samples in updates]
-    steps = []
+    steps: list[dict[str, float]] = []
+    seconds: dict[str, float] = {}
     for samples in updates:
-        step = trainer.forward_backward(samples, temperature=config.rollout.temperature)
-        steps.append(step | trainer.optim_step())
+        with timed(seconds, "forward_backward"):
+            step = trainer.forward_backward(samples, temperature=config.rollout.temperature)
+        with timed(seconds, "optimizer"):
+            steps.append(step | trainer.optim_step())
     metrics |= {f"train/{name}": value for name, value in _mean(steps).items()}
+    metrics |= {f"train/{phase}_seconds": value for phase, value in seconds.items()}
     metrics |= {f"adapter_norm/{kind}": norm for kind, norm in trainer.adapter_norms().items()}
     return metrics | {"train/updates": float(len(updates))}
 

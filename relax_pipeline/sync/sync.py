@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -18,6 +17,7 @@ from relax_pipeline.sync.probe import Probe
 from relax_pipeline.sync.report import SyncReport
 from relax_pipeline.sync.verify import check_ack, check_base
 from relax_pipeline.sync.weights import Shipment, export_adapter, export_merged
+from relax_pipeline.timing import timed
 from relax_pipeline.trainer.base import Trainer
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class WeightSync:
         """
         report = SyncReport(self._trainer.policy_version(), self._config.mode)
         with self._lock:
-            with _timed(report.seconds, "export"):
+            with timed(report.seconds, "export"):
                 self._export(report.version)
             report.rounding_share = self._shipments[-1].rounding_share
             self._expect(report.version)
@@ -119,7 +119,7 @@ class WeightSync:
     @contextmanager
     def _paused(self, report: SyncReport) -> Iterator[None]:
         """Keep the engines idle inside this block."""
-        with self._pool.drained(), _timed(report.seconds, "pause"):
+        with self._pool.drained(), timed(report.seconds, "pause"):
             yield
 
     def _bring_up(self, report: SyncReport) -> None:
@@ -152,15 +152,15 @@ class WeightSync:
             for shipment in self._shipments:
                 if held.get(shipment.info.version) == shipment.info.digest:
                     continue
-                with _timed(report.seconds, "transfer"):
+                with timed(report.seconds, "transfer"):
                     shipment.send(slot.engine)
                 report.num_bytes += shipment.info.num_bytes
-                with _timed(report.seconds, "activate"):
+                with timed(report.seconds, "activate"):
                     ack = slot.engine.activate(shipment.info.version)
                 if self._config.verify:
                     check_ack(ack, shipment.info)
                 if self._probe.expects(shipment.info.version):
-                    with _timed(report.seconds, "verify"):
+                    with timed(report.seconds, "verify"):
                         difference = self._probe.check(slot.engine, slot.info, shipment.info.version)
                     report.probe_difference = max(report.probe_difference or 0.0, difference)
                 held[shipment.info.version] = ack.digest
@@ -187,13 +187,3 @@ class WeightSync:
                     slot.engine.retire(old)
                 except EngineError as error:
                     self._pool.quarantine(slot, str(error))
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Add a block's wall seconds to a phase."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
