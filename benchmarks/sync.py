@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -23,9 +22,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from links import measure_links
+from sync_figures import PHASES, decode_rate, measure_sleep, measure_syncs
 from sync_models import SHAPES, make_model
 from sync_table import print_tables
 
@@ -34,14 +33,9 @@ from relax_pipeline.processes import Processes, make_sync, start_engines
 from relax_pipeline.remote.cluster import ray_cluster
 from relax_pipeline.remote.trainer import RemoteTrainer
 from relax_pipeline.sync.outbox import Outbox, make_transport
-from relax_pipeline.sync_check import Mode, for_check, probe_sequences, take_random_step
+from relax_pipeline.sync_check import Mode, for_check, probe_sequences
 from relax_pipeline.trainer.base import RankLayout, Trainer
 from relax_pipeline.trainer.make import make_trainer
-from relax_pipeline.types import GenerateRequest, SamplingParams, TrainingSample
-
-PHASES = ("export", "transfer", "activate", "verify", "pause")
-SYNCS = 4
-PROMPT_TOKENS, SEQUENCE_TOKENS, NUM_SEQUENCES = 32, 256, 8
 
 
 def main() -> None:
@@ -61,10 +55,13 @@ def main() -> None:
     options = parser.parse_args()
     make_model(options.folder / "model", options.shape)
     facts: dict[str, Any] = describe(options)
-    facts["rows"] = [row for mode in options.modes for row in measure(options, mode, facts["links"])]
-    if options.results:
-        options.results.parent.mkdir(parents=True, exist_ok=True)
-        options.results.write_text(json.dumps(facts, indent=2) + "\n")
+    facts["rows"] = []
+    for mode in options.modes:
+        for row in measure(options, mode, facts["links"]):
+            facts["rows"].append(row)
+            if options.results:  # after each row: a run that is ended leaves what it has measured
+                options.results.parent.mkdir(parents=True, exist_ok=True)
+                options.results.write_text(json.dumps(facts, indent=2) + "\n")
     print_tables(f"Qwen3 {options.shape}, rank {options.rank}, {options.trainer} trainer", facts, PHASES)
 
 
@@ -131,6 +128,7 @@ def started(config: RunConfig) -> Iterator[Processes]:
 def measure(options: argparse.Namespace, mode: Mode, links: dict[str, float]) -> Iterator[dict[str, Any]]:
     """Yield a row a transport, measured one after the other on the same processes."""
     begun = time.perf_counter()
+    decode = partial(decode_rate, completions=options.completions, tokens=options.tokens)
     with started(run_config(options, mode, options.transports[0])) as processes:
         for place, transport in enumerate(options.transports):
             config = run_config(options, mode, transport)
@@ -139,34 +137,15 @@ def measure(options: argparse.Namespace, mode: Mode, links: dict[str, float]) ->
             if place == 0:
                 row["first"] = processes.sync.sync().seconds
                 row["start_seconds"] = time.perf_counter() - begun
-                row["decode_version_0"] = decode_rate(options, processes)
+                row["decode_version_0"] = decode(processes)
             row |= measure_syncs(config, processes)
             row["link_seconds"] = link_seconds(options, transport, row["bytes"], links)
             if place == len(options.transports) - 1:
-                row["decode"] = decode_rate(options, processes)
+                row["decode"] = decode(processes)
                 if options.offload != "none":
                     row["sleep"] = measure_sleep(processes)
             print(json.dumps(row), flush=True)
             yield row
-
-
-def measure_syncs(config: RunConfig, processes: Processes) -> dict[str, Any]:
-    reports = []
-    for _ in range(SYNCS):
-        take_random_step(processes.trainer, config)
-        begun = time.perf_counter()
-        report = processes.sync.sync()
-        reports.append(report.seconds | {"all": time.perf_counter() - begun})
-    seconds = {phase: statistics.median(r.get(phase, 0.0) for r in reports[1:]) for phase in (*PHASES, "all")}
-    difference_mean, difference_max, moved_mean = parity(config, processes)
-    return {
-        "bytes": report.num_bytes,
-        "seconds": seconds,
-        "quarantined": report.quarantined,
-        "difference_mean": difference_mean,
-        "difference_max": difference_max,
-        "moved_mean": moved_mean,
-    }
 
 
 def link_seconds(options: argparse.Namespace, transport: str, num_bytes: int, links: dict[str, float]) -> float | None:
@@ -174,45 +153,6 @@ def link_seconds(options: argparse.Namespace, transport: str, num_bytes: int, li
     on_gpu = {"ipc": "within_gpu" if options.gpus == 1 else None, "nccl": "gpu_to_gpu"}
     rate = links.get(on_gpu.get(transport) or "gpu_to_pinned_host")
     return num_bytes / rate if rate else None
-
-
-def parity(config: RunConfig, processes: Processes) -> tuple[float, float, float]:
-    """Return mean and largest |logprob| difference of trainer and engine, and the mean of policy and base."""
-    draw = np.random.default_rng(7)
-    limit = max(max(sequence) for sequence in probe_sequences(config))
-    sequences = draw.integers(0, limit, (NUM_SEQUENCES, SEQUENCE_TOKENS))
-    blank = np.zeros(SEQUENCE_TOKENS - 1, dtype=np.float32)
-    samples = [TrainingSample(row[:1], row[1:], blank == 0, blank, 0.0, 0) for row in sequences]
-    engine = processes.pool.ready()[0].engine
-    served = np.stack(engine.logprobs(sequences.tolist(), version=processes.pool.serving_version))
-    policy = np.stack(processes.trainer.logprobs(samples, temperature=1.0))
-    base = np.stack(processes.trainer.logprobs(samples, temperature=1.0, adapter_enabled=False))
-    difference = np.abs(served - policy)
-    return float(difference.mean()), float(difference.max()), float(np.abs(policy - base).mean())
-
-
-def decode_rate(options: argparse.Namespace, processes: Processes) -> float | None:
-    """Return tokens a second, once warm."""
-    if not options.completions:
-        return None
-    sampling = SamplingParams(max_new_tokens=options.tokens)
-    prompts = np.random.default_rng(3).integers(0, 500, (options.completions, PROMPT_TOKENS)).tolist()
-    requests = [GenerateRequest(tuple(prompt), place, sampling) for place, prompt in enumerate(prompts)]
-    for _ in range(2):
-        begun = time.perf_counter()
-        completions = processes.pool.generate(requests, version=None, heal=processes.sync.heal)
-        seconds = time.perf_counter() - begun
-    return sum(len(completion.token_ids) for completion in completions) / seconds
-
-
-def measure_sleep(processes: Processes) -> dict[str, float]:
-    """Return the seconds that an engine takes to free its memory and to take it back, and how much it freed."""
-    before, begun = torch.cuda.mem_get_info()[0], time.perf_counter()
-    with processes.pool.asleep():
-        sleep = time.perf_counter() - begun
-        freed = torch.cuda.mem_get_info()[0] - before
-        begun = time.perf_counter()
-    return {"sleep_seconds": sleep, "wake_seconds": time.perf_counter() - begun, "freed_bytes": freed}
 
 
 if __name__ == "__main__":
