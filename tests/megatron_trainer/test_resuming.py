@@ -19,7 +19,8 @@ from tiny_run import make_samples, reference_logprobs, train
 from relax_pipeline.config import ModelConfig
 from relax_pipeline.errors import CheckpointError
 from relax_pipeline.lora.fingerprint import fingerprint
-from relax_pipeline.models import load_model
+from relax_pipeline.merge.merge import merge_adapter
+from relax_pipeline.models import base_state, load_model
 from relax_pipeline.trainer.base import Trainer
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -151,6 +152,23 @@ def test_the_adapter_of_two_ranks_loads_with_peft(family: str, folder: Callable[
     for sample, values in zip(SAMPLES, logprobs, strict=True):
         expected = reference_logprobs(model, sample, temperature=1.0)
         np.testing.assert_allclose(values, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "delta_moe_vl"])
+def test_a_merge_of_the_folders_gives_what_the_trainer_exports(
+    family: str, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    lora = DELTA if family == "delta_moe_vl" else {}
+    with rank_group(megatron_config(folder(family), lora=lora, sync={"mode": "merge"}), tmp_path) as trainer:
+        train(trainer, updates=2)
+        trainer.save(tmp_path / "checkpoint")
+        buckets = [trainer.export_weights(names).content for names in trainer.bucket_names(1 << 15)]
+    exported = {name: tensor for bucket in buckets for name, tensor in bucket.items()}
+    merge_adapter(folder(family), tmp_path / "checkpoint", tmp_path / "merged")
+    merged = ModelConfig(path=str(tmp_path / "merged"), dtype="float32")
+    held = base_state(load_model(merged, device=torch.device("cpu")))
+    assert held.keys() == exported.keys()
+    assert all(torch.equal(held[name], exported[name]) for name in held)
 
 
 def test_a_failed_load_is_told_by_all_ranks_and_leaves_them_usable(
