@@ -58,7 +58,7 @@ class LoraConfig(Section):
     target_modules: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
     """Megatron names, also for the fsdp trainer."""
     scope: Literal["all", "language", "vision"] = "all"
-    """Which region of a multimodal model gets adapters."""
+    """Which region of a multimodal model gets adapters. Prompts are text so far: all means the language part, too."""
     start_from: str | None = None
     """Folder of a PEFT adapter of this rank, alpha, targets and base to start from; without it the policy starts as the
     base. A run that continues from a checkpoint does not read it. Relative to the config file."""

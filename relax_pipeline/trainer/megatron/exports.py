@@ -83,7 +83,7 @@ class Exports:
         """
         if self._spec is None:
             return lambda: None
-        tensors = self._full_precision(version)
+        tensors = {name: tensor.cpu() for name, tensor in self._full_precision(version).items()}
 
         def write() -> None:
             path = self._config.model.path

@@ -87,7 +87,8 @@ class WeightStream:
             yield name, tensor
 
     def _read(self, info: TensorInfo) -> Iterator[tuple[str, torch.Tensor]]:
-        yield _name(info.name, self._model), read_tensor(info).to(self._model.dtype)
+        device = next(self._model.chunks[0].parameters()).device
+        yield _name(info.name, self._model), read_tensor(info).to(device, self._model.dtype)
 
 
 def _name(name: str, model: Model) -> str:
