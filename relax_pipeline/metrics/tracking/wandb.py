@@ -18,11 +18,8 @@ class WandbTracker:
     def __init__(self, run: TrackedRun) -> None:
         import wandb  # noqa: PLC0415 - an extra
 
-        self._error = wandb.Error
-        settings = wandb.Settings(
-            silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True,
-            finish_timeout=_FINISH_SECONDS,
-        )  # fmt: skip
+        curves_only = {"console": "off", "disable_git": True, "save_code": False, "x_disable_stats": True}
+        settings = wandb.Settings(silent=True, finish_timeout=_FINISH_SECONDS, **curves_only)
         try:
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "relax-pipeline"),
@@ -33,7 +30,8 @@ class WandbTracker:
                 config=dict(run.config),
                 settings=settings,
             )
-        except self._error as error:
+        except wandb.Error as error:
+            wandb.teardown()  # or it holds the run's id against the next try
             raise TrackingError(f"wandb: {error}; set WANDB_API_KEY, or WANDB_MODE=offline") from error
         # Not the service's own counter of steps, which refuses to go back where steps are done again.
         self._run.define_metric("*", step_metric="step")
