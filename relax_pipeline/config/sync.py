@@ -25,3 +25,4 @@ class SyncConfig(Section):
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest mean |logprob| difference of the probe, in nats; None: 1e-3 for float32 and 0.1 for bfloat16."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 300
+    """For each thing an engine does but `generate`, its start included, and for the trainer's probe."""

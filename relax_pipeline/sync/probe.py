@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_pipeline.errors import SyncError
+from relax_pipeline.errors import SyncError, TrainerError
 from relax_pipeline.rollout.base import Engine, EngineInfo
 from relax_pipeline.trainer.base import Trainer
 from relax_pipeline.types import TrainingSample
@@ -29,12 +30,16 @@ class Probe:
     The trainer computes in a thread of its own, while engines are sent the version; `check` waits for it.
     """
 
-    def __init__(self, trainer: Trainer, sequences: Sequence[Sequence[int]], *, tolerance: float) -> None:
-        self._trainer, self._tolerance = trainer, tolerance
+    def __init__(
+        self, trainer: Trainer, sequences: Sequence[Sequence[int]], *, tolerance: float, timeout: float
+    ) -> None:
+        """Take the mean |difference| in nats that is no error, and the seconds that the trainer has for a version."""
+        self._trainer, self._tolerance, self._timeout = trainer, tolerance, timeout
         self._sequences = [tuple(sequence) for sequence in sequences]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="probe")
         self._expected: dict[int, Future[Logprobs]] = {}
         self._bare: Future[Logprobs] | None = None
+        self._deadline = 0.0
         self._engines_bare: dict[str, tuple[str, Logprobs]] = {}
         """By engine id: incarnation, and what that one computed."""
 
@@ -44,15 +49,16 @@ class Probe:
 
     def expect(self, version: int) -> None:
         """Begin to take the trainer's logprobs of its present version; it must stay there until `settle`."""
+        self._deadline = time.monotonic() + self._timeout
         if self._bare is None and self._trainer.info().modules:
             self._bare = self._thread.submit(self._compute, adapter_enabled=False)
         self._expected[version] = self._thread.submit(self._compute, adapter_enabled=True)
 
     def settle(self) -> None:
-        """Wait until the trainer has computed; raises what it raised."""
+        """Wait until the trainer has computed; raises what it raised, or TrainerError once its time is up."""
         for computed in (self._bare, *self._expected.values()):
             if computed is not None:
-                computed.result()
+                self._wait(computed)
 
     def forget(self, version: int) -> None:
         """Drop what the trainer computed for a version."""
@@ -70,8 +76,9 @@ class Probe:
         Raises:
             SyncError: They differ by more than the tolerance; or the engine did not move away from the base as the
                 trainer did; or version 0 is the trainer's base and not the engine's.
+            TrainerError: The trainer's time is up.
         """
-        answered, expected = engine.logprobs(self._sequences, version=version), self._expected[version].result()
+        answered, expected = engine.logprobs(self._sequences, version=version), self._wait(self._expected[version])
         _, bare = self._engines_bare[info.engine_id]
         difference = probe_difference(answered, expected)
         if difference > self._tolerance:
@@ -80,7 +87,7 @@ class Probe:
                 f"from the trainer's in the mean, sync.probe_tolerance is {self._tolerance:g}"
             )
         if self._bare is not None:
-            trainer_bare = self._bare.result()
+            trainer_bare = self._wait(self._bare)
             share = followed_share(bare, answered, trainer_bare, expected)
             if share is not None and share < _FOLLOWS:
                 raise SyncError(
@@ -92,6 +99,15 @@ class Probe:
             if version == 0 and probe_difference(expected, trainer_bare) <= near < probe_difference(answered, bare):
                 raise SyncError(f"engine {info.engine_id}: version 0 is not the base, though it is the trainer's")
         return difference
+
+    def _wait(self, computed: Future[Logprobs]) -> Logprobs:
+        try:
+            return computed.result(max(0.0, self._deadline - time.monotonic()))
+        except TimeoutError as error:
+            raise TrainerError(
+                f"the trainer has not computed the probe of a sync within {self._timeout:g} s: it hangs, or "
+                "sync.timeout_seconds is too short for it"
+            ) from error
 
     def _compute(self, *, adapter_enabled: bool) -> Logprobs:
         samples = [_probe_sample(sequence) for sequence in self._sequences]

@@ -38,7 +38,7 @@ class WeightSync:
     ) -> None:
         self._trainer, self._pool, self._config = trainer, pool, config
         self._keep_versions = keep_versions
-        self._probe = Probe(trainer, probe, tolerance=tolerance)
+        self._probe = Probe(trainer, probe, tolerance=tolerance, timeout=config.timeout_seconds)
         self._base_digest = trainer.info().base_tensors_digest
         self._acknowledged: dict[str, tuple[str, dict[int, str]]] = {}
         """By engine id: incarnation, and the digest of each version that one acknowledged."""

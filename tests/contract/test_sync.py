@@ -17,6 +17,7 @@ from tiny_run import run_config, train
 from relax_pipeline.config import HfEngineConfig, ModelConfig, RunConfig
 from relax_pipeline.errors import AdapterError, EngineError, SyncError, TrainerError, UnknownVersionError
 from relax_pipeline.lora.fingerprint import combine_digests
+from relax_pipeline.lora.names import lora_key
 from relax_pipeline.models import adapter_parameters, base_state
 from relax_pipeline.rollout.base import adapter_name
 from relax_pipeline.rollout.faulty import FaultyEngine
@@ -53,6 +54,22 @@ class Rounding(HfEngine):
     def stage(self, adapter: Adapter) -> None:
         tensors = {name: tensor.half().float() for name, tensor in adapter.tensors.items()}
         super().stage(replace(adapter, tensors=tensors))
+
+
+class Swapping(HfEngine):
+    """Takes two tensors of one shape for each other."""
+
+    def stage(self, adapter: Adapter) -> None:
+        k, v = (lora_key(f"model.layers.1.self_attn.{leaf}", "B") for leaf in ("k_proj", "v_proj"))
+        swapped = {k: adapter.tensors[v], v: adapter.tensors[k]}
+        super().stage(replace(adapter, tensors={**adapter.tensors, **swapped}))
+
+
+class Wedged(HfEngine):
+    """Does not let go of an old version."""
+
+    def retire(self, version: int) -> None:
+        raise EngineError("gave no answer within 300 s")
 
 
 class Forgetting(HfEngine):
@@ -343,6 +360,23 @@ def test_a_trainer_that_cannot_compute_its_probe_is_no_fault_of_the_engine(tiny_
         one.sync.sync()
 
 
+def test_a_trainer_that_hangs_ends_the_sync_at_its_deadline(tiny_model: Path) -> None:
+    config = run_config(tiny_model, sync={"mode": "adapter", "timeout_seconds": 1})
+    one = World(config, [HfEngine], restarts=0, keep=2)
+    ended = threading.Event()
+
+    def hang(*args: Any, **kwargs: Any) -> Any:
+        ended.wait(60)
+
+    one.trainer.logprobs = hang  # type: ignore[method-assign]
+    with pytest.raises(
+        TrainerError, match=r"has not computed the probe of a sync within 1 s: it hangs, or sync\.timeout"
+    ):
+        one.sync.sync()
+    assert one.pool.slots[0].failure == "has not been synced yet"  # no fault of the engine
+    ended.set()
+
+
 def test_what_lost_engines_computed_is_let_go(world: Callable[..., World]) -> None:
     one = world(HfEngine, restarts=3)
     for _ in range(3):
@@ -378,6 +412,7 @@ def adapters(tiny_model: Path) -> Callable[..., World]:
     ("kind", "reason"),
     [
         (Rounding, "was sent; the tensors were changed on the way"),
+        (Swapping, "was sent; the tensors were changed on the way"),
         (Forgetting, "modules missing ['model.layers.0.mlp.up_proj', 'model.layers.1.mlp.up_proj'], not sent []"),
         (Renaming, "engine engine-0 activated version 2, version 1 was sent"),
     ],
@@ -438,6 +473,15 @@ def test_old_versions_stay_for_rollouts_under_way_and_then_go(adapters: Callable
         with pytest.raises(UnknownVersionError):
             one.engine(0).logprobs(PROBE, version=version)
         assert not adapter_parameters(one.engine(0)._model, adapter_name(version))
+
+
+def test_engine_that_lets_go_of_no_version_is_taken_out_and_the_others_serve(adapters: Callable[..., World]) -> None:
+    pair = adapters(Wedged, HfEngine, keep=1)
+    for step in range(2):
+        pair.sync.sync()
+        train(pair.trainer, updates=1, first=step, count=1)
+    assert pair.pool.slots[0].failure == "gave no answer within 300 s"
+    assert {completion.engine_id for completion in pair.generate()} == {"engine-1"}
 
 
 def test_replaced_engine_gets_every_version_still_in_use(tiny_model: Path) -> None:
