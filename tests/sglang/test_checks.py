@@ -51,11 +51,13 @@ def test_adapter_on_one_kind_of_module_passes() -> None:
         (lambda t: without(t, "layers.1."), r"missing for \['model.layers.1.mlp.down_proj'"),
         (lambda t: t | {O1 + "A.weight": torch.ones(3, 32)}, r"o_proj.lora_A.weight is torch.float32 \(3, 32\)"),
         (lambda t: t | {O1 + "A.weight": torch.ones(64, 3)}, r"o_proj.lora_A.weight is torch.float32 \(64, 3\)"),
+        (lambda t: t | {O1 + "A.weight": torch.ones(9, 64)}, r"lora_A.weight is torch.float32 \(9, 64\)"),
         (lambda t: t | {O1 + "B.weight": torch.ones(64, 3)}, r"o_proj.lora_B.weight is torch.float32 \(64, 3\)"),
         (lambda t: t | {O1 + "B.weight": torch.ones(32, 2)}, r"o_proj.lora_B.weight .* it must be floats of \(32, 3\)"),
         (lambda t: t | {O1 + "B.weight": torch.ones(32, 3).int()}, "lora_B.weight is torch.int32"),
         (lambda t: t | {O1 + "B.bias": torch.ones(32)}, r"o_proj.lora_B.bias' is no LoRA tensor"),
         (lambda t: t | {"base_model.model.lm_head.weight": torch.ones(80, 32)}, "lm_head.weight' is no LoRA tensor"),
+        (lambda t: t | {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(3, 80)}, "is no LoRA"),
         (lambda t: t | {O1.replace("o_proj.lora_", "q_norm.weight"): torch.ones(16)}, "q_norm.weight' is no"),
         (lambda t: {name.replace("base_model.model.", ""): v for name, v in t.items()}, "tensors must be named base_m"),
     ],
@@ -75,6 +77,12 @@ def test_tensors_lost_or_changed_on_the_way(change: Callable[[Tensors], Tensors]
         (
             lambda t: {name.replace("down_proj", "linear_fc2"): v for name, v in t.items()},
             "no linear module model.layers.0.mlp.linear_fc2 in a decoder layer",
+        ),
+        (
+            lambda t: (
+                t | {f"base_model.model.model.layers.0.self_attn.qkv_proj.lora_{h}.weight": torch.ones(1) for h in "AB"}
+            ),
+            "no linear module model.layers.0.self_attn.qkv_proj in a decoder layer",
         ),
         (
             lambda t: {name.replace("layers.1.", "layers.7."): v for name, v in t.items()},
