@@ -12,10 +12,11 @@ from megatron.bridge.peft import utils as peft_utils
 from megatron.bridge.peft.lora_layers import LoRALinear
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import random as parallel_random
-from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer import mlp
+from megatron.core.transformer.moe import experts, shared_experts, token_dispatcher
 from torch.overrides import TorchFunctionMode
 
-from relax_pipeline.trainer.megatron import delta_net, lora_forward
+from relax_pipeline.trainer.megatron import delta_net, lora_forward, swiglu
 from relax_pipeline.trainer.megatron.compat import HAS_DELTA_KERNELS, Patch, patched
 from relax_pipeline.trainer.megatron.experts import PortableColumnGroupedLinear, PortableRowGroupedLinear
 from relax_pipeline.trainer.megatron.rotary import rotate_packed
@@ -24,6 +25,14 @@ _CPU = torch.device("cpu")
 FASTER = [
     Patch(rope_utils, "_apply_rotary_pos_emb_thd", rotate_packed, "it goes through the sequences one by one"),
     Patch(LoRALinear, "forward", lora_forward.forward, "it scales an adapter's output and adds it apart"),
+    *(
+        Patch(module, "bias_swiglu_impl", swiglu.swiglu, "it is compiled anew for each shape")
+        for module in (mlp, shared_experts)
+    ),
+    *(
+        Patch(module, "weighted_bias_swiglu_impl", swiglu.weighted_swiglu, "it is compiled anew for each shape")
+        for module in (mlp, experts)
+    ),
 ]
 """In force everywhere: nothing is missing without it, but time."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from relax_pipeline.config import MegatronTrainerConfig, ModelConfig
 from relax_pipeline.trainer.megatron.compat import HAS_TRANSFORMER_ENGINE
@@ -20,7 +21,6 @@ _FUSED_BY_TRANSFORMER_ENGINE = (
     "moe_grouped_gemm",
     "moe_router_fusion",
 )
-_FUSED_BY_COMPILER = ("bias_activation_fusion", "bias_dropout_fusion")
 
 
 def uses_transformer_engine(settings: MegatronTrainerConfig, device: torch.device) -> bool:
@@ -55,6 +55,7 @@ def configure(provider: Any, model: ModelConfig, settings: MegatronTrainerConfig
         "should_pad_vocab": provider.vocab_size % tensor > 0,
         "make_vocab_size_divisible_by": 1,
         "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": provider.activation_func is functional.silu and provider.gated_linear_unit,
         "mtp_num_layers": None,
         **_recompute(settings),
         **language_settings(provider),
@@ -69,7 +70,7 @@ def configure(provider: Any, model: ModelConfig, settings: MegatronTrainerConfig
     if not uses_transformer_engine(settings, device):
         values |= {"transformer_layer_spec": portable_spec} | dict.fromkeys(_FUSED_BY_TRANSFORMER_ENGINE, False)
     if device.type == "cpu":
-        values |= {"use_cpu_initialization": True} | dict.fromkeys(_FUSED_BY_COMPILER, False)
+        values |= {"use_cpu_initialization": True, "bias_dropout_fusion": False}
     for name, value in values.items():
         setattr(provider, name, value)
 
