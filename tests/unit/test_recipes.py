@@ -57,16 +57,18 @@ A3B_VL = {
 
 
 @pytest.mark.parametrize(
-    ("recipe", "shape"),
+    ("recipe", "shape", "mode"),
     [
-        ("qwen3-4b-merge-colocate-8gpu", QWEN3_4B),
-        ("qwen3-4b-adapter-async-8gpu", QWEN3_4B),
-        ("qwen36-35b-a3b-adapter-async-16gpu", A3B),
-        ("qwen36-35b-a3b-adapter-async-16gpu", A3B_VL),
-        ("qwen36-35b-a3b-vl-merge-8gpu", A3B_VL),
+        ("qwen3-4b-merge-colocate-8gpu", QWEN3_4B, "merge"),
+        ("qwen3-4b-merge-colocate-8gpu", QWEN3_4B, "adapter"),
+        ("qwen3-4b-adapter-async-8gpu", QWEN3_4B, "adapter"),
+        ("qwen3-4b-adapter-async-8gpu", QWEN3_4B, "merge"),
+        ("qwen36-35b-a3b-adapter-async-16gpu", A3B, "adapter"),
+        ("qwen36-35b-a3b-adapter-async-16gpu", A3B_VL, "adapter"),
+        ("qwen36-35b-a3b-vl-merge-8gpu", A3B_VL, "merge"),
     ],
 )
-def test_recipe_is_accepted(recipe: str, shape: dict[str, Any], tmp_path: Path) -> None:
+def test_recipe_is_accepted(recipe: str, shape: dict[str, Any], mode: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(shape))
@@ -76,7 +78,7 @@ def test_recipe_is_accepted(recipe: str, shape: dict[str, Any], tmp_path: Path) 
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "1+1=", "label": "2"}) + "\n")
     settings = [f"model.path={model}", f"output_dir={tmp_path / 'runs'}", f"data.train.path={prompts}"]
-    settings += ["data.chat_template=false"]
+    settings += ["data.chat_template=false", f"sync.mode={mode}"]
     if "evaluation" in (RECIPES / f"{recipe}.yaml").read_text():
         settings.append(f"evaluation.source.path={prompts}")
     plan = make_plan(load_config(RECIPES / f"{recipe}.yaml", settings))
