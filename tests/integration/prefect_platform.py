@@ -18,7 +18,7 @@ from uuid import UUID
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterName
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
@@ -42,6 +42,7 @@ class Platform:
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "20",
             "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+            "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5",
             "PREFECT_WORKER_QUERY_SECONDS": "2",
             "RELAX_HOME": str(REPOSITORY),
             "DO_NOT_TRACK": "1",
@@ -95,13 +96,22 @@ class Platform:
         return self.run("relax-train/train", config=config)
 
     def schedule(self, deployment: str, *, after: float, **parameters: Any) -> None:
-        """Give a deployment a schedule of its own, due in some seconds and then every day."""
+        """Give a deployment a schedule of its own, due in some seconds and then every day.
+
+        The server looks for new schedules every 5 s, and passes over what was due before.
+        """
         due = datetime.now(UTC) + timedelta(seconds=after)
         daily = IntervalSchedule(interval=timedelta(days=1), anchor_date=due)
         with self.client() as client:
             found = client.read_deployment_by_name(deployment)
             schedule = DeploymentScheduleCreate(schedule=daily, parameters=parameters)
             client.create_deployment_schedules(found.id, [schedule])
+
+    def named(self, name: str) -> UUID:
+        """Return the flow run of a name."""
+        with self.client() as client:
+            (found,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[name])))
+        return found.id
 
     def artifact(self, key: str) -> Any:
         """Return what an artifact shows; None where there is none."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,8 @@ from tests.integration.prefect_platform import Platform, processes_of, read_proc
 
 pytestmark = [pytest.mark.prefect, pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 120
+OUTAGE_SECONDS = 70
+"""Longer than a call of the API tries again by itself, and than zombie detection waits here."""
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,12 @@ def platform(s3_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def last_step(run: Path) -> int:
     rows = StepLog(run / "metrics.jsonl").tail(1)
     return int(rows[0]["step"]) if rows else -1
+
+
+def shown_step(platform: Platform, run_name: str) -> int:
+    """The step of the newest sync that the UI shows."""
+    table = platform.artifact(f"{run_name}-syncs")
+    return int(json.loads(table)[0]["step"]) if table else -1
 
 
 def wait_for_step(platform: Platform, run: Path, step: int, *, attempts: int) -> None:
@@ -53,11 +60,14 @@ def final_adapter(run: Path) -> bytes:
     return (newest.path / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
-def test_cancelling_leaves_no_process_and_an_intact_checkpoint(platform: Platform, run_values: dict[str, Any]) -> None:
+def test_a_scheduled_run_that_is_cancelled_leaves_no_process_and_an_intact_checkpoint(
+    platform: Platform, run_values: dict[str, Any]
+) -> None:
     run = Path(run_values["output_dir"]) / "cancelled"
     values = run_values | {"run_name": "cancelled", "steps": 100_000, "checkpoint": {"every": 3}}
-    flow_run_id = platform.run(values)
+    platform.schedule("relax-train/train", after=20, config=values)
     wait_for_step(platform, run, 5, attempts=1)
+    flow_run_id = platform.named("train-cancelled")
     assert len(processes_of(flow_run_id)) > 3
     started = time.monotonic()
     platform.command("prefect", "flow-run", "cancel", str(flow_run_id))
@@ -67,13 +77,27 @@ def test_cancelling_leaves_no_process_and_an_intact_checkpoint(platform: Platfor
     verify(CheckpointStore(run / "checkpoints").committed()[-1])
 
 
-def test_a_paused_run_goes_on_with_what_its_form_says(platform: Platform, run_values: dict[str, Any]) -> None:
+def test_a_run_outlives_its_server_pauses_and_goes_on_with_what_its_form_says(
+    platform: Platform, run_values: dict[str, Any]
+) -> None:
     run = Path(run_values["output_dir"]) / "paused"
-    whole = {"run_name": "paused", "steps": 100_000, "evaluation": None, "checkpoint": {"every": 1000}}
-    flow_run_id = platform.run(run_values | whole)
+    values = run_values | {"run_name": "paused", "steps": 100_000, "evaluation": None, "checkpoint": {"every": 1000}}
+    # Steps of half a second: the server takes in afterwards what it missed.
+    rollout = {"prompts_per_step": 16, "completions_per_prompt": 8, "max_new_tokens": 32, "drop_zero_variance": False}
+    values["rollout"] = rollout
+    flow_run_id = platform.train(values)
     wait_for_step(platform, run, 2, attempts=1)
-    platform.command(sys.executable, "-m", "flows.cli", "pause", str(run))
-    platform.wait_until(flow_run_id, "Suspended", seconds=30)
+
+    platform.kill("server")
+    step = last_step(run)
+    time.sleep(OUTAGE_SECONDS)
+    assert last_step(run) > step + 5
+    platform.start_server()
+    step = last_step(run)
+    wait_for(lambda: shown_step(platform, "paused") > step, "artifacts", seconds=120, log=platform.log)
+
+    platform.run("relax-pause/pause", run_name="paused", output_dir=str(run.parent))
+    platform.wait_until(flow_run_id, "Suspended", seconds=120)
     wait_for(lambda: processes_of(flow_run_id) == [], "its processes to end", seconds=30)
     step = last_step(run)
     assert [ref.step for ref in CheckpointStore(run / "checkpoints").committed()] == [step]
@@ -94,7 +118,7 @@ def test_a_paused_run_goes_on_with_what_its_form_says(platform: Platform, run_va
     }
 
 
-def test_from_a_schedule_to_a_verified_model_and_through_every_kill(
+def test_from_a_deployment_to_a_verified_model_and_through_every_kill(
     platform: Platform, run_values: dict[str, Any], bucket: str, s3_endpoint: str
 ) -> None:
     """One test, because the killed run is compared with the one that was published."""
@@ -104,12 +128,12 @@ def test_from_a_schedule_to_a_verified_model_and_through_every_kill(
     store = {"store": f"s3://{bucket}/checkpoints", "endpoint_url": s3_endpoint, "remote_keep_last": 2}
     publish = {"enabled": True, "destination": f"s3://{bucket}/models", "endpoint_url": s3_endpoint}
     whole = values | {"run_name": "whole", "checkpoint": values["checkpoint"] | store, "publish": publish}
-    platform.run(whole, delay=5)
+    platform.train(whole)
     wait_for((runs / "whole" / "PUBLISHED.json").is_file, "the model", seconds=300, log=platform.log)
     published = json.loads((runs / "whole" / "PUBLISHED.json").read_text())
     assert verify_published(published["uri"], endpoint_url=s3_endpoint).step == STEPS
 
-    flow_run_id = platform.run(values | {"run_name": "killed"})
+    flow_run_id = platform.train(values | {"run_name": "killed"})
     kill_everything_in_turn(platform, runs / "killed")
     platform.wait_until(flow_run_id, "Completed", seconds=180)
     assert final_adapter(runs / "killed") == final_adapter(runs / "whole")
