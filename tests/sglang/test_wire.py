@@ -80,6 +80,13 @@ def test_server_for_whole_models_is_told_nothing_of_adapters(tmp_path: Path) -> 
     assert not [word for word in command(tmp_path, None) if "lora" in word]
 
 
+def test_only_adapters_on_delta_nets_need_more_than_sglangs_own_command_line(tmp_path: Path) -> None:
+    assert value(command(tmp_path, LoraRoom(3, LEAVES, versions=2)), "-m") == "sglang.launch_server"
+    delta = command(tmp_path, LoraRoom(3, ("in_proj_qkv", "in_proj_z", "q_proj"), versions=2))
+    assert value(delta, "-m") == "relax_pipeline.rollout.sglang.serve"
+    assert delta[delta.index("--lora-target-modules") + 1 :] == ["in_proj_qkvz", "q_proj"]
+
+
 def test_every_request_of_a_batch_names_its_adapter() -> None:
     assert generate_body(requests(3), adapter="policy@v2", seeded=True)["lora_path"] == ["policy@v2"] * 3
     assert logprobs_body([[5, 6], [7, 8]], adapter="policy@v2")["lora_path"] == ["policy@v2"] * 2

@@ -13,6 +13,8 @@ from relax_pipeline.lora.names import lora_key
 from relax_pipeline.types import Adapter
 
 _QKV, _Z, _FUSED = "in_proj_qkv", "in_proj_z", "in_proj_qkvz"
+DELTA_NET_LEAVES = frozenset({_FUSED, "out_proj"})
+"""SGLang's own names for what it adapts of a gated delta net."""
 _REMEDY = "set trainer.kind to megatron, leave in_proj out of lora.target_modules, or set sync.mode to merge"
 
 

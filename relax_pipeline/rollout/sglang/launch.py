@@ -13,7 +13,7 @@ import torch
 from relax_pipeline.config import ModelConfig, SglangEngineConfig
 from relax_pipeline.errors import EngineError
 from relax_pipeline.models import resolve_device
-from relax_pipeline.rollout.sglang.flavour import sglang_leaves
+from relax_pipeline.rollout.sglang.flavour import DELTA_NET_LEAVES, sglang_leaves
 
 _CPU_STAND_IN = Path(__file__).parent / "cpu"
 
@@ -56,7 +56,7 @@ def server_command(config: SglangEngineConfig, model: ModelConfig, *, lora: Lora
     return [
         sys.executable,
         "-m",
-        "sglang.launch_server",
+        _server_module(lora),
         *(str(part) for option in options.items() for part in option),
         *switches,
         *(_lora_arguments(lora, config) if lora else ()),
@@ -75,6 +75,7 @@ def server_environment(config: SglangEngineConfig) -> dict[str, str]:
             "SGLANG_USE_CPU_ENGINE": "1",
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",
+            "SGLANG_MAMBA_CONV_DTYPE": "float32",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(_CPU_STAND_IN), os.environ.get("PYTHONPATH")))),
         }
         if config.tensor_parallel_size > 1:
@@ -120,6 +121,12 @@ def _cuda_arguments(config: SglangEngineConfig) -> tuple[dict[str, object], list
     if config.offload != "none":
         switches += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     return options, switches
+
+
+def _server_module(lora: LoraRoom | None) -> str:
+    """Return what is run: SGLang's own server, unless its command line would refuse the names of what it is to host."""
+    leaves = sglang_leaves(lora.leaf_modules) if lora else ()
+    return "relax_pipeline.rollout.sglang.serve" if DELTA_NET_LEAVES.intersection(leaves) else "sglang.launch_server"
 
 
 def _lora_arguments(lora: LoraRoom, config: SglangEngineConfig) -> Sequence[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import _patches
+from .mamba import install as _install_delta_net
 
 __version__ = "0.0.0+cpu"
 
@@ -41,3 +42,4 @@ def __getattr__(name: str) -> Any:
 
 
 _patches.install()
+_install_delta_net()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import multiprocessing
+import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-MODELS = frozenset({"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+MODELS = frozenset({"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_moe"})
 """Files of sglang/srt/models that are scanned; all of them take seconds."""
 
 
@@ -144,6 +145,33 @@ def _torch_hash(module: ModuleType) -> None:
     module.murmur_hash32 = murmur_hash32  # type: ignore[attr-defined]
 
 
+def _gated_norm(module: ModuleType) -> None:
+    """Norm and gate in torch, where SGLang has a Triton kernel."""
+
+    def forward(norm: Any, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        normed = torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
+        return normed * torch.nn.functional.silu(z)
+
+    module.RMSNorm.forward = forward
+
+
+def _own_heads(module: ModuleType) -> None:
+    """Give a delta net the numbers of heads that it has, as `_unpadded_sizes` leaves them."""
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):
+        setattr(module.Qwen3NextConfig, f"{name}_cpu", property(operator.attrgetter(name)))
+
+
+def _without_processor(module: ModuleType) -> None:
+    """A model that sees is served for text: its folder need not hold what prepares pictures."""
+    initialise = module.TokenizerManager.init_tokenizer_and_processor
+
+    def initialise_for_text(manager: Any) -> None:
+        manager.model_config.is_multimodal = False
+        initialise(manager)
+
+    module.TokenizerManager.init_tokenizer_and_processor = initialise_for_text
+
+
 _AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.lora.layers": _without_pinned_factories,
     "sglang.srt.lora.backend.torch_backend": _without_pinned_factories,
@@ -151,6 +179,9 @@ _AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.entrypoints.engine": _forked_children,
     "sglang.srt.configs.update_config": _unpadded_sizes,
     "sglang.srt.server_args": _seeded_attention,
+    "sglang.kernels.ops.attention.fla.layernorm_gated": _gated_norm,
+    "sglang.srt.configs.qwen3_next": _own_heads,
+    "sglang.srt.managers.tokenizer_manager": _without_processor,
     "sglang.srt.batch_invariant_ops": _plain_kernels,
     "sglang.kernels.ops.sampling.murmur_hash": _torch_hash,
 }
