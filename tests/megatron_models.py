@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tiny_run import run_config
 from transformers import AutoConfig, PreTrainedModel
 
 from relax_pipeline.config import RunConfig
 from relax_pipeline.models import model_class
+from relax_pipeline.types import TrainingSample
 
 DENSE: dict[str, Any] = {
     "vocab_size": 80,
@@ -103,3 +105,15 @@ def megatron_config(folder: Path, /, **sections: Any) -> RunConfig:
     merged = {name: values.get(name, {}) | sections.get(name, {}) for name in values | sections}
     base = run_config(folder, **merged).model_dump()
     return RunConfig.model_validate(base | {"trainer": trainer})
+
+
+def sample(prompt: list[int], completion: list[int]) -> TrainingSample:
+    size = len(completion)
+    return TrainingSample(
+        prompt_ids=np.array(prompt),
+        completion_ids=np.array(completion),
+        loss_mask=np.ones(size, dtype=bool),
+        rollout_logprobs=np.zeros(size, dtype=np.float32),
+        advantage=1.0,
+        policy_version=0,
+    )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-
-from relax_pipeline.types import TrainingSample
+from megatron_models import sample
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -73,19 +71,8 @@ def test_a_shared_batch_is_padded_a_sequence_at_a_time_and_finds_its_predictions
     assert first.input_ids_1N.tolist() == [[11, 12, 0, 0, 21, 0, 0, 0]]
     assert second.input_ids_1N.tolist() == [[13, 14, 15, 0, 22, 0, 0, 0]]
     assert second.position_ids_1N.tolist() == [[2, 3, 4, 5, 1, 2, 1, 2]]
+    assert (first.answers_R.tolist(), second.answers_R.tolist()) == ([1, 4], [0, 1])
     next_ids = torch.cat([first.next_ids_N, second.next_ids_N])
     assert next_ids[first.predicts_BT[0]].tolist() == [13, 14, 15]
     assert next_ids[first.predicts_BT[1, 0]].item() == 22
     assert torch.equal(first.predicts_BT, second.predicts_BT)
-
-
-def sample(prompt: list[int], completion: list[int]) -> TrainingSample:
-    size = len(completion)
-    return TrainingSample(
-        prompt_ids=np.array(prompt),
-        completion_ids=np.array(completion),
-        loss_mask=np.ones(size, dtype=bool),
-        rollout_logprobs=np.zeros(size, dtype=np.float32),
-        advantage=1.0,
-        policy_version=0,
-    )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_models import megatron_config
+from megatron_models import megatron_config, sample
 from safetensors.torch import load_file
 from tiny_run import make_samples, run_config, train, with_logprobs
 
@@ -20,7 +20,6 @@ from relax_pipeline.errors import TrainerError
 from relax_pipeline.lora.names import lora_key
 from relax_pipeline.rl.logprobs import SplitVocabulary, token_logprobs
 from relax_pipeline.trainer.fsdp import FsdpTrainer
-from relax_pipeline.types import TrainingSample
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -72,18 +71,6 @@ def test_importing_megatron_leaves_no_stand_in_and_tensors_readable_without_it()
 # --- Packing ---
 
 
-def sample(prompt: list[int], completion: list[int]) -> TrainingSample:
-    size = len(completion)
-    return TrainingSample(
-        prompt_ids=np.array(prompt),
-        completion_ids=np.array(completion),
-        loss_mask=np.ones(size, dtype=bool),
-        rollout_logprobs=np.zeros(size, dtype=np.float32),
-        advantage=1.0,
-        policy_version=0,
-    )
-
-
 def test_samples_are_packed_without_padding_but_at_the_end() -> None:
     from relax_pipeline.trainer.megatron.batches import pack
 
@@ -93,6 +80,7 @@ def test_samples_are_packed_without_padding_but_at_the_end() -> None:
     assert batch.packing.cu_seqlens_q.tolist() == [0, 5, 7, 8]
     assert batch.packing.max_seqlen_q == 5
     assert batch.predicts_BT.tolist() == [[1, 2, 3], [5, 0, 0]]
+    assert batch.answers_R.tolist() == [1, 2, 3, 5]
     assert batch.next_ids_N[batch.predicts_BT[0]].tolist() == [13, 14, 15]
     assert batch.next_ids_N[batch.predicts_BT[1, 0]].item() == 22
     assert batch.padded.mask_BT.tolist() == [[True, True, True], [True, False, False]]
