@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +18,14 @@ from relax_pipeline.config import FsdpTrainerConfig, RunConfig
 from relax_pipeline.errors import TrainerError
 from relax_pipeline.lora.adapter import write_adapter
 from relax_pipeline.lora.warm_start import read_warm_start
-from relax_pipeline.models import adapters_disabled, resolve_device
-from relax_pipeline.rl.batching import PaddedBatch, micro_batches, pad_batch, split_for_rank
-from relax_pipeline.rl.logprobs import token_logprobs
-from relax_pipeline.rl.objective import ObjectiveMetrics, finalize_metrics, objective
+from relax_pipeline.models import adapters_disabled
+from relax_pipeline.rl.batching import micro_batches, pad_batch
+from relax_pipeline.rl.objective import ObjectiveMetrics, finalize_metrics
 from relax_pipeline.safetensors_io.identity import model_digest
 from relax_pipeline.seeds import derive_seed
 from relax_pipeline.trainer.base import Bucket, Payload, RankLayout, TrainerInfo
+from relax_pipeline.trainer.fsdp_passes import Passes, local_batches
+from relax_pipeline.trainer.fsdp_ranks import join, reduce, saving_group
 from relax_pipeline.trainer.fsdp_state import load_state, state_copy, write_state
 from relax_pipeline.trainer.policy import Policy, full_tensor
 from relax_pipeline.trainer.schedule import learning_rate
@@ -41,15 +40,16 @@ class FsdpTrainer:
         assert isinstance(config.trainer, FsdpTrainerConfig)
         self._config, self._settings = config, config.trainer
         self._layout = layout or RankLayout()
-        self._device = _join(self._layout, self._settings)
+        self._device = join(self._layout, self._settings)
         self._saving = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._saving_group = _saving_group(self._layout, self._settings)
+        self._saving_group = saving_group(self._layout, self._settings)
         self._policy = Policy(
             config,
             device=self._device,
             shard=self._layout.world_size > 1,
             gradient_checkpointing=self._settings.gradient_checkpointing,
         )
+        self._passes = Passes(self._policy, config.algorithm)
         optimizer = config.optimizer
         self._optimizer = torch.optim.AdamW(
             self._policy.parameters.values(),
@@ -86,7 +86,7 @@ class FsdpTrainer:
         with nullcontext() if adapter_enabled else adapters_disabled(self._policy.model):
             for indices in micro_batches(samples, self._settings.micro_batch_tokens):
                 batch = pad_batch([samples[index] for index in indices], 0, self._device)
-                logprobs_BT = self._token_logprobs(batch, temperature)[0].cpu().numpy()
+                logprobs_BT = self._passes.token_logprobs(batch, temperature)[0].cpu().numpy()
                 for row, index in enumerate(indices):
                     results[index] = logprobs_BT[row, : len(samples[index].completion_ids)].copy()
         return [results[index] for index in range(len(samples))]
@@ -97,14 +97,16 @@ class FsdpTrainer:
         self._policy.model.train()
         torch.manual_seed(derive_seed(self._config.seed, "dropout", self._updates, self._layout.rank))
         metrics: ObjectiveMetrics | None = None
-        for batch in self._local_batches(samples):
-            loss, part = self._objective(batch, temperature, token_total=token_total, sequence_total=sequence_total)
+        for batch in local_batches(samples, self._settings.micro_batch_tokens, self._layout, self._device):
+            loss, part = self._passes.objective(
+                batch, temperature, token_total=token_total, sequence_total=sequence_total
+            )
             torch.autograd.backward(loss)
             metrics = part if metrics is None else metrics + part
         assert metrics is not None
         if self._layout.world_size > 1:
-            _reduce(metrics.sums, dist.ReduceOp.SUM)
-            _reduce(metrics.maxima, dist.ReduceOp.MAX)
+            reduce(metrics.sums, dist.ReduceOp.SUM)
+            reduce(metrics.maxima, dist.ReduceOp.MAX)
         result = finalize_metrics(metrics.sums, metrics.maxima)
         self._refuse_unless_finite("loss", result["loss"])
         return result
@@ -193,90 +195,3 @@ class FsdpTrainer:
         if not math.isfinite(value):
             self._optimizer.zero_grad(set_to_none=True)
             raise TrainerError(f"the {name} is {value} at policy version {self._updates}; no weight has changed")
-
-    def _local_batches(self, samples: Sequence[TrainingSample]) -> list[PaddedBatch]:
-        """Return this rank's micro-batches. All ranks get the same number, since each forward is a collective."""
-        batches = micro_batches(samples, self._settings.micro_batch_tokens)
-        mine = split_for_rank(batches, samples, rank=self._layout.rank, world_size=self._layout.world_size)
-        silent = replace(samples[0], loss_mask=np.zeros_like(samples[0].loss_mask))
-        return [pad_batch([samples[index] for index in indices] or [silent], 0, self._device) for indices in mine]
-
-    def _objective(
-        self, batch: PaddedBatch, temperature: float, *, token_total: int, sequence_total: int
-    ) -> tuple[torch.Tensor, ObjectiveMetrics]:
-        algorithm = self._config.algorithm
-        ref_logprobs_BT = None
-        if algorithm.kl_coef > 0:
-            with torch.no_grad(), adapters_disabled(self._policy.model):
-                ref_logprobs_BT = self._token_logprobs(batch, temperature)[0]
-        logprobs_BT, entropy_BT = self._token_logprobs(
-            batch, temperature, with_entropy=True, entropy_grad=algorithm.entropy_coef > 0
-        )
-        return objective(
-            policy_logprobs_BT=logprobs_BT,
-            old_logprobs_BT=batch.old_logprobs_BT,
-            rollout_logprobs_BT=batch.rollout_logprobs_BT,
-            ref_logprobs_BT=ref_logprobs_BT,
-            entropy_BT=entropy_BT,
-            advantages_B=batch.advantages_B,
-            mask_BT=batch.mask_BT,
-            config=algorithm,
-            token_total=token_total,
-            sequence_total=sequence_total,
-        )
-
-    def _token_logprobs(
-        self, batch: PaddedBatch, temperature: float, *, with_entropy: bool = False, entropy_grad: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return logprobs_BT of the completion tokens, 0 on padding, and entropy_BT where asked."""
-        batch_size, length = batch.completion_ids_BT.shape
-        logits_BUV = self._policy.logits(  # U = T + 1, of which the last one predicts nothing
-            num_last=length + 1,
-            input_ids=batch.input_ids_BS,
-            attention_mask=batch.attention_mask_BS,
-            position_ids=batch.position_ids_BS,
-        )
-        places_R = batch.attention_mask_BS[:, -length:].flatten().nonzero()[:, 0]
-        logprobs_R, entropy_R = token_logprobs(
-            logits_BUV.flatten(0, 1),
-            places_R + places_R // length,
-            batch.completion_ids_BT.flatten()[places_R],
-            temperature,
-            with_entropy=with_entropy,
-            entropy_grad=entropy_grad,
-        )
-
-        def padded(values_R: torch.Tensor) -> torch.Tensor:
-            return values_R.new_zeros(batch_size * length).index_copy(0, places_R, values_R).view(batch_size, length)
-
-        return padded(logprobs_R), None if entropy_R is None else padded(entropy_R)
-
-
-def _join(layout: RankLayout, settings: FsdpTrainerConfig) -> torch.device:
-    """Join the process group, where there is one, and return this rank's device."""
-    device = resolve_device(settings.device)
-    if layout.world_size > 1:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=layout.init_method,
-            rank=layout.rank,
-            world_size=layout.world_size,
-            timeout=timedelta(seconds=settings.step_timeout_seconds),
-        )
-    return device
-
-
-def _saving_group(layout: RankLayout, settings: FsdpTrainerConfig) -> dist.ProcessGroup | None:
-    """Return a group of all ranks for threads that save while the others train; None for one rank."""
-    if layout.world_size == 1:
-        return None
-    timeout = timedelta(seconds=settings.step_timeout_seconds)
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-    return group
-
-
-def _reduce(values: dict[str, torch.Tensor], operation: dist.ReduceOp.RedOpType) -> None:
-    """All-reduce scalars in place, as one message."""
-    packed = torch.stack([value.double() for value in values.values()])
-    dist.all_reduce(packed, op=operation)
-    values.update(zip(values, packed.unbind(), strict=True))
