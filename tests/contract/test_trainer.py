@@ -488,7 +488,7 @@ def test_saved_adapter_loads_with_peft_and_gives_the_same_logprobs(
     train(trainer, updates=3)
     trainer.save(tmp_path)
     model = PeftModel.from_pretrained(base(tiny_model), tmp_path / "adapter")
-    assert_logprobs_equal(trainer, model.eval(), temperature=1.0, atol=1e-6)
+    assert_logprobs_equal(trainer, model.eval(), temperature=1.0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
