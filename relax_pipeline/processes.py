@@ -11,9 +11,11 @@ from uuid import uuid4
 
 from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import ConfigError
+from relax_pipeline.inputs import run_folder
 from relax_pipeline.remote.cluster import num_cpus, num_gpus, ray_cluster
 from relax_pipeline.remote.engine import RemoteEngine
 from relax_pipeline.remote.host import Place
+from relax_pipeline.remote.logs import forwarded, logged
 from relax_pipeline.remote.trainer import RemoteTrainer
 from relax_pipeline.rollout.make import make_engine
 from relax_pipeline.rollout.pool import EnginePool
@@ -48,6 +50,7 @@ def open_processes(config: RunConfig, folder: Path, *, probe: Sequence[Sequence[
         probe: Token sequences on which trainer and engines are compared.
     """
     with ExitStack() as stack:
+        stack.enter_context(forwarded(log_folder(config)))
         stack.enter_context(ray_cluster(config.cluster, namespace=f"relax-{config.run_name}"))
         check_gpus(config)
         trainer = start_trainer(config, folder)
@@ -59,12 +62,21 @@ def open_processes(config: RunConfig, folder: Path, *, probe: Sequence[Sequence[
         yield Processes(trainer, pool, sync)
 
 
+def log_folder(config: RunConfig) -> Path:
+    """Return where trainer ranks and engines log, a file each."""
+    return run_folder(config) / "logs" / "processes"
+
+
 def start_trainer(config: RunConfig, folder: Path) -> RemoteTrainer:
     """Start all ranks; they meet through a file in the folder."""
     ranks = config.trainer.world_size
     rendezvous = f"file://{folder / f'.rendezvous-{uuid4().hex[:8]}'}" if ranks > 1 else None
     builds: list[Callable[[], Trainer]] = [
-        partial(make_outbox, config, RankLayout(rank, ranks, rendezvous)) for rank in range(ranks)
+        logged(
+            partial(make_outbox, config, RankLayout(rank, ranks, rendezvous)),
+            log_folder(config) / f"trainer-rank-{rank}.log",
+        )
+        for rank in range(ranks)
     ]
     return RemoteTrainer(
         builds,
@@ -82,7 +94,9 @@ def start_engines(config: RunConfig, trainer: RemoteTrainer) -> EnginePool:
 
     def spawn(index: int) -> RemoteEngine:
         return RemoteEngine(
-            partial(make_engine, config, engine_id=f"engine-{index}"),
+            logged(
+                partial(make_engine, config, engine_id=f"engine-{index}"), log_folder(config) / f"engine-{index}.log"
+            ),
             name=f"engine {index}",
             num_threads=threads,
             num_gpus=gpus,

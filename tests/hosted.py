@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -40,6 +41,13 @@ class Misbehaving:
     def stumble(self) -> None:
         """Raise an error of another kind."""
         raise KeyError("weight")
+
+    def tell(self) -> None:
+        """Log of one's own and of others."""
+        logging.getLogger("relax_pipeline.trainer").info("step 3\nof 5")
+        logging.getLogger("relax_pipeline.trainer").debug("not of interest")
+        logging.getLogger("megatron.core").info("not of interest")
+        logging.getLogger("megatron.core").error("rank 1 is late")
 
     def wait(self, seconds: float) -> str:
         """Take a while."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from relax_pipeline.errors import AdapterError, EngineError, RelaxError, Trainer
 from relax_pipeline.remote.cluster import num_cpus, num_gpus
 from relax_pipeline.remote.engine import RemoteEngine
 from relax_pipeline.remote.host import Host, put
+from relax_pipeline.remote.logs import forwarded, logged
 from relax_pipeline.remote.trainer import RemoteTrainer
 
 pytestmark = pytest.mark.usefixtures("ray_local")
@@ -46,6 +48,20 @@ def test_object_lives_in_a_process_of_its_own(start: Callable[..., Host]) -> Non
     rank, pid = host.call("info", timeout=30)
     assert rank == 0
     assert pid == host.pid(timeout=30) != os.getpid()
+
+
+def test_what_a_process_logs_is_logged_here(
+    start: Callable[..., Host], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "engine-3.log").write_text("2026-11-30 12:00:00,000 ERROR relax_pipeline: of an earlier attempt\n")
+    with caplog.at_level(logging.DEBUG, logger="relax_pipeline"), forwarded(tmp_path):
+        start(logged(Misbehaving, tmp_path / "engine-3.log")).call("tell", timeout=30)
+    records = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "relax_pipeline.remote.logs"]
+    assert records == [
+        ("INFO", "engine-3: relax_pipeline.trainer: step 3"),
+        ("INFO", "engine-3: of 5"),
+        ("ERROR", "engine-3: megatron.core: rank 1 is late"),
+    ]
 
 
 def test_a_guest_runs_on_its_hosts_node_and_gpus(start: Callable[..., Host]) -> None:
