@@ -59,6 +59,33 @@ def _size_rows(sizes: ModelSizes, config: RunConfig) -> list[tuple[str, str]]:
     rows += [
         ("sync, merge mode", bytes_text(sizes.merged_bytes)),
         ("sync of this run", f"{config.sync.mode} mode, {'verified' if config.sync.verify else 'NOT verified'}"),
+        *_memory_rows(sizes, config),
         ("checkpoint", f"{bytes_text(sizes.checkpoint_bytes)}, at most {kept_checkpoints(config):,} at once"),
     ]
+    return rows
+
+
+def _memory_rows(sizes: ModelSizes, config: RunConfig) -> list[tuple[str, str]]:
+    rows = []
+    if memory := sizes.trainer_memory:
+        rows.append(
+            (
+                "memory, trainer GPU",
+                f"{bytes_text(memory.total)} at {memory.tokens:,} tokens a micro-batch: weights "
+                f"{bytes_text(memory.weights)}, what trains {bytes_text(memory.trained)}, activations "
+                f"{bytes_text(memory.activations)}, logits {bytes_text(memory.logits)}",
+            )
+        )
+    if (of_token := sizes.cache_bytes_per_token) and config.engine.kind == "sglang":
+        rollout, engine = config.rollout, config.engine
+        share = -(-rollout.prompts_per_step * rollout.completions_per_prompt // engine.replicas)
+        together = min(engine.max_running_requests, share)
+        tokens = together * (config.data.max_prompt_tokens + rollout.max_new_tokens)
+        rows.append(
+            (
+                "memory, engine's cache",
+                f"{bytes_text(of_token)} a token, {bytes_text(of_token * tokens)} for {together:,} completions of full "
+                "length at once",
+            )
+        )
     return rows

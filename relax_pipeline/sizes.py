@@ -14,6 +14,7 @@ from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import ConfigError, ModelError
 from relax_pipeline.inputs import check_model_folder
 from relax_pipeline.lora.scope import resolve_targets
+from relax_pipeline.memory import TrainerMemory, cache_bytes_per_token, trainer_memory
 from relax_pipeline.models import adaptable_shapes, base_state, model_class, refuse_packed_experts
 
 _FLOAT32_BYTES = 4
@@ -33,6 +34,10 @@ class ModelSizes:
     """One sync in merge mode, to each engine: every weight in model.dtype."""
     checkpoint_bytes: int
     """One save: what trains and its two Adam moments in float32, the adapter again for peft, the base where asked."""
+    trainer_memory: TrainerMemory | None
+    """Of a rank, where it can be told."""
+    cache_bytes_per_token: int | None
+    """Of an engine's GPU, where it can be told."""
 
 
 def measure_model(config: RunConfig) -> ModelSizes:
@@ -63,6 +68,8 @@ def measure_model(config: RunConfig) -> ModelSizes:
         adapter_bytes=adapter * itemsize,
         merged_bytes=sum(tensor.numel() for tensor in state.values()) * itemsize,
         checkpoint_bytes=copies * _FLOAT32_BYTES * (adapter or base) + frozen * itemsize,
+        trainer_memory=trainer_memory(config, text_config, base_parameters=base, trained=adapter or base),
+        cache_bytes_per_token=cache_bytes_per_token(config, text_config),
     )
 
 
