@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from relax_pipeline.config import MegatronTrainerConfig, RunConfig
+from relax_pipeline.trainer.megatron_limits import EXPERT_COUNTS
 
 _MOMENTS_BYTES = 8
 _FLOAT32_BYTES = 4
@@ -95,5 +96,5 @@ def _head_size(shape: Any) -> int:
 
 
 def _is_irregular(shape: Any) -> bool:
-    experts = any(getattr(shape, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    experts = any(getattr(shape, name, None) for name in EXPERT_COUNTS)
     return experts or "linear_attention" in (getattr(shape, "layer_types", None) or ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 import numpy as np
@@ -127,6 +127,13 @@ def split_for_rank(
     dealt += [[] for _ in range(-len(dealt) % world_size)]
     rounds = [dealt[start : start + world_size] for start in range(0, len(dealt), world_size)]
     return [round_[rank if number % 2 == 0 else world_size - 1 - rank] for number, round_ in enumerate(rounds)]
+
+
+def batch_samples(samples: Sequence[TrainingSample], indices: Sequence[int]) -> list[TrainingSample]:
+    """Return the samples of a micro-batch; of an empty one, which only keeps ranks in step, one that trains nothing."""
+    if indices:
+        return [samples[index] for index in indices]
+    return [replace(samples[0], loss_mask=np.zeros_like(samples[0].loss_mask))]
 
 
 def pad_batch(samples: Sequence[TrainingSample], pad_token_id: int, device: torch.device | str = "cpu") -> PaddedBatch:

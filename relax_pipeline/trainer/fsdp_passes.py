@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from relax_pipeline.config import AlgorithmConfig
 from relax_pipeline.models import adapters_disabled
-from relax_pipeline.rl.batching import PaddedBatch, micro_batches, pad_batch, split_for_rank
+from relax_pipeline.rl.batching import PaddedBatch, batch_samples, micro_batches, pad_batch, split_for_rank
 from relax_pipeline.rl.logprobs import token_logprobs
 from relax_pipeline.rl.objective import ObjectiveMetrics, objective
 from relax_pipeline.trainer.base import RankLayout
@@ -85,5 +84,4 @@ def local_batches(
     """Return a rank's micro-batches. All ranks get the same number, since each forward is a collective."""
     batches = micro_batches(samples, budget_tokens)
     mine = split_for_rank(batches, samples, rank=layout.rank, world_size=layout.world_size)
-    silent = replace(samples[0], loss_mask=np.zeros_like(samples[0].loss_mask))
-    return [pad_batch([samples[index] for index in indices] or [silent], 0, device) for indices in mine]
+    return [pad_batch(batch_samples(samples, indices), 0, device) for indices in mine]

@@ -10,7 +10,8 @@ from relax_pipeline.errors import ConfigError
 
 _TARGETS = frozenset({"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router", "in_proj", "out_proj"})
 _SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What config.json calls the number of a layer's experts."""
 
 
 def check_model(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
@@ -126,4 +127,4 @@ def _adapters(config: RunConfig, trainer: MegatronTrainerConfig, hf_config: Mapp
 
 
 def _num_experts(hf_config: Mapping[str, Any]) -> int:
-    return next((int(hf_config[name]) for name in _EXPERT_COUNTS if hf_config.get(name)), 0)
+    return next((int(hf_config[name]) for name in EXPERT_COUNTS if hf_config.get(name)), 0)

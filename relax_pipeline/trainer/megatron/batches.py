@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from relax_pipeline.config import MegatronTrainerConfig
-from relax_pipeline.rl.batching import PaddedBatch, micro_batches, pad_batch, split_for_rank
+from relax_pipeline.rl.batching import PaddedBatch, batch_samples, micro_batches, pad_batch, split_for_rank
 from relax_pipeline.trainer.megatron.context import WHOLE, Packing, Share, gathered_places, held_tokens, packing
 from relax_pipeline.trainer.megatron.parallel import Ranks
 from relax_pipeline.types import TrainingSample
@@ -87,10 +87,8 @@ def rank_batches(
     batches = micro_batches(samples, budget_tokens, packed=True)
     mine = split_for_rank(batches, samples, rank=rank, world_size=world_size, packed=True)
     mine += [[] for _ in range(-len(mine) % count_multiple)]
-    silent = replace(samples[0], loss_mask=np.zeros_like(samples[0].loss_mask))
     return [
-        RankBatch(indices, pack([samples[index] for index in indices] or [silent], device, share, length_multiple))
-        for indices in mine
+        RankBatch(indices, pack(batch_samples(samples, indices), device, share, length_multiple)) for indices in mine
     ]
 
 
