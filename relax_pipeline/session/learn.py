@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_pipeline.config import RunConfig
-from relax_pipeline.errors import TrainerError
+from relax_pipeline.config.model import MEGATRON_TO_HF_MODULES
+from relax_pipeline.errors import ConfigError, TrainerError
+from relax_pipeline.lora.gates import GATES
 from relax_pipeline.rewards.overlong import overlong_penalty
 from relax_pipeline.rl.batching import make_samples, split_updates
 from relax_pipeline.timing import timed
@@ -24,6 +26,7 @@ def learn(trainer: Trainer, rollout: Rollout, config: RunConfig) -> dict[str, fl
 
     Raises:
         TrainerError: A sample is older than rollout.staleness allows, or the trainer failed.
+        ConfigError: As `refuse_unreached`.
     """
     groups = make_samples(
         rollout,
@@ -47,7 +50,10 @@ def learn(trainer: Trainer, rollout: Rollout, config: RunConfig) -> dict[str, fl
             steps.append(step | trainer.optim_step())
     metrics |= {f"train/{name}": value for name, value in _mean(steps).items()}
     metrics |= {f"train/{phase}_seconds": value for phase, value in seconds.items()}
-    metrics |= {f"adapter_norm/{kind}": norm for kind, norm in trainer.adapter_norms().items()}
+    norms = trainer.adapter_norms()
+    if any(step["grad_norm"] > 0 for step in steps):  # the learning rate is never 0, warm-up or not
+        refuse_unreached(norms, config)
+    metrics |= {f"adapter_norm/{kind}": norm for kind, norm in norms.items()}
     return metrics | {"train/updates": float(len(updates))}
 
 
@@ -65,6 +71,29 @@ def staleness(groups: Iterable[Sequence[TrainingSample]], policy_version: int, c
             f"{policy_version}; rollout.staleness allows 0 to {limit}"
         )
     return {"staleness/mean": float(behind.mean()), "staleness/max": float(behind.max())}
+
+
+def refuse_unreached(norms: Mapping[str, float], config: RunConfig) -> None:
+    """Refuse targets that no gradient reaches, once an optimizer step has moved the others.
+
+    Args:
+        norms: `Trainer.adapter_norms`. Each is over all layers and experts, since one expert may just have had no
+            token; 0 where every lora_B is still the zero it began as.
+        config: Of the run. In adapter mode the gates of gated delta nets are held at zero on purpose.
+
+    Raises:
+        ConfigError: Names them.
+    """
+    held = GATES if config.sync.mode == "adapter" else ()
+    unreached = sorted(kind for kind, norm in norms.items() if norm == 0 and kind not in held)
+    if unreached:
+        targets = config.lora.target_modules
+        meant = [name for name in targets if not set(unreached).isdisjoint(MEGATRON_TO_HF_MODULES[name])]
+        raise ConfigError(
+            f"lora.target_modules: no gradient reaches {', '.join(unreached)} (of {', '.join(meant)}): after an "
+            "optimizer step every lora_B there is still zero, so these adapters would never train; remove them from "
+            "lora.target_modules, or set lora.scope to the part of the model that is trained"
+        )
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:

@@ -13,9 +13,9 @@ import torch
 from tiny_run import run_config
 
 from relax_pipeline.config import RunConfig
-from relax_pipeline.errors import TrainerError
+from relax_pipeline.errors import ConfigError, TrainerError
 from relax_pipeline.rl.batching import make_samples
-from relax_pipeline.session.learn import learn, rollout_metrics
+from relax_pipeline.session.learn import learn, refuse_unreached, rollout_metrics
 from relax_pipeline.trainer.fsdp import FsdpTrainer
 from relax_pipeline.types import Completion, DataPosition, FinishReason, Prompt, Rollout, RolloutGroup, Score
 
@@ -152,6 +152,51 @@ def test_samples_may_be_as_old_as_was_asked_for(
 def test_samples_of_a_later_version_are_refused(config: Config) -> None:
     with pytest.raises(TrainerError, match="samples -1 to -1 versions behind"):
         learn(FsdpTrainer(config()), rollout(group(0, (3, 5), (1.0, 0.0), version=1)), config())
+
+
+def test_target_behind_what_the_loss_does_not_reach_is_refused(config: Config) -> None:
+    settings = config(optimizer={"warmup_steps": 4})
+    trainer = FsdpTrainer(settings)
+    for name, module in trainer._policy.model.named_modules():
+        if name.endswith("o_proj"):
+            module.register_forward_hook(lambda module, inputs, output: output.detach())
+    with pytest.raises(
+        ConfigError,
+        match=r"no gradient reaches k_proj, o_proj, q_proj, v_proj \(of linear_qkv, linear_proj\): after",
+    ):
+        learn(trainer, rollout(*FOUR), settings)
+
+
+def test_step_without_a_gradient_says_nothing_of_targets(config: Config) -> None:
+    flat = rollout(group(0, (3, 5), (1.0, 1.0)))  # advantages of zero
+    metrics = learn(FsdpTrainer(config()), flat, config())
+    assert (metrics["train/updates"], metrics["train/grad_norm"]) == (1, 0)
+    assert {norm for name, norm in metrics.items() if name.startswith("adapter_norm/")} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("mode", "norms", "unreached"),
+    [
+        ("merge", {"in_proj_qkv": 0.1, "in_proj_a": 0.0, "o_proj": 2.0}, r"reaches in_proj_a \(of in_proj\): after"),
+        ("adapter", {"in_proj_qkv": 0.1, "in_proj_a": 0.0, "in_proj_b": 0.0, "o_proj": 2.0}, None),
+        (
+            "adapter",
+            {"in_proj_qkv": 0.0, "in_proj_a": 0.0, "o_proj": 2.0},
+            r"reaches in_proj_qkv \(of in_proj\): after",
+        ),
+        ("adapter", {"in_proj_qkv": 1e-300, "o_proj": 0.0}, r"reaches o_proj \(of linear_proj\): after"),
+        ("merge", {}, None),
+    ],
+)
+def test_kinds_whose_norm_is_zero_are_unreached_unless_held(
+    config: Config, mode: str, norms: dict[str, float], unreached: str | None
+) -> None:
+    settings = config(lora={"target_modules": ["in_proj", "linear_proj"]}, sync={"mode": mode})
+    if unreached is None:
+        refuse_unreached(norms, settings)
+        return
+    with pytest.raises(ConfigError, match=unreached):
+        refuse_unreached(norms, settings)
 
 
 def test_rollout_metrics_count_dropped_groups_too() -> None:
