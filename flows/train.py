@@ -68,7 +68,7 @@ def train_policy(config: RunConfig) -> dict[str, Any] | State[Any]:
             paused = take_request(folder) and step < config.steps
             if paused or config.saves_at(step):
                 training.save(session, step)
-        if session.is_saving:
+        if session.saves.is_writing:
             training.commit(session)
         if not paused:
             session.check_learned()
@@ -84,7 +84,7 @@ def _train_step(session: TrainingSession, step: int) -> dict[str, float]:
     training.reward(session, step)
     training.train(session, step)
     training.sync(session, step)
-    if session.is_saving:
+    if session.saves.is_writing:
         training.commit(session)
     if session.config.evaluates_at(step):
         training.evaluate(session, step)

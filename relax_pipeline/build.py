@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -71,7 +72,7 @@ def open_session(config: RunConfig) -> Iterator[TrainingSession]:
             sampler=sampler,
             collector=partial(_make_collector, config, dataset, sampler, _sampling(config, tokenizer)),
             evaluation=make_evaluation(config, tokenizer),
-            processes=partial(_processes, trainer.pids(), pool),
+            note_processes=partial(_note_processes, folder, trainer.pids(), pool),
             mirror=mirror,
         )
         stack.callback(session.close)
@@ -83,8 +84,10 @@ def make_probe(dataset: PromptDataset) -> list[tuple[int, ...]]:
     return [dataset.prompt(index % len(dataset)).token_ids[:_PROBE_TOKENS] for index in (0, 1)]
 
 
-def _processes(trainer_pids: list[int], pool: EnginePool) -> dict[str, Any]:
-    return {"flow": os.getpid(), "trainer": trainer_pids, "engines": [slot.info.pid for slot in pool.slots]}
+def _note_processes(run_folder: Path, trainer_pids: list[int], pool: EnginePool) -> None:
+    """Write processes.json, where whoever looks after the run finds the processes that live."""
+    pids = {"flow": os.getpid(), "trainer": trainer_pids, "engines": [slot.info.pid for slot in pool.slots]}
+    (run_folder / "processes.json").write_text(json.dumps(pids) + "\n")
 
 
 def _make_collector(

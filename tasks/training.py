@@ -25,7 +25,7 @@ def restore(session: TrainingSession) -> dict[str, Any]:
     return {
         "step": restored.step,
         "policy_version": restored.policy_version,
-        "checkpoint": str(restored.checkpoint) if restored.checkpoint else None,
+        "checkpoint": str(restored.checkpoint.path) if restored.checkpoint else None,
         "passed_over": list(restored.passed_over),
     }
 
@@ -90,7 +90,7 @@ def commit(session: TrainingSession) -> dict[str, Any]:
 @task(task_run_name="send", cache_policy=NO_CACHE, persist_result=False)
 def send(session: TrainingSession) -> None:
     """Wait until the last checkpoint is in checkpoint.store, if there is one."""
-    session.wait_until_sent()
+    session.saves.wait_until_sent()
 
 
 def _committed(session: TrainingSession, ref: CheckpointRef | None) -> dict[str, Any]:

@@ -111,9 +111,12 @@ class Collector:
             self._thread.submit(self._run, step, collection)
         return self._collections[step]
 
-    def finish(self, step: int) -> Rollout:
-        """Wait for a step's rollout and hand it over."""
-        return self._collections.pop(step).scored.result()
+    def finish(self, step: int, *, last: int) -> Rollout:
+        """Wait for a step's rollout and hand it over; begin those that may run ahead, up to the run's last step."""
+        rollout = self._collections.pop(step).scored.result()
+        for ahead in range(step + 1, min(step + self._config.staleness, last) + 1):
+            self.start(ahead)
+        return rollout
 
     def close(self) -> None:
         """Drop what is queued; a call to an engine ends with the engine."""

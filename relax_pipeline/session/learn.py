@@ -96,8 +96,21 @@ def refuse_unreached(norms: Mapping[str, float], config: RunConfig) -> None:
         )
 
 
+def check_learned(policy_version: int, config: RunConfig) -> None:
+    """Refuse to call a run finished that never learned.
+
+    Raises:
+        TrainerError: No optimizer step was taken in the whole run.
+    """
+    if policy_version == 0:
+        raise TrainerError(
+            f"no rollout of {config.steps} steps had a group to learn from: every completion of a prompt got the same "
+            "reward; check rewards.scorers and labels, use easier prompts, or more rollout.completions_per_prompt"
+        )
+
+
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return what the policy did on all prompts it was given, dropped groups included."""
+    """Return what the policy did on all prompts it was given, dropped groups included, and how fast."""
     groups = rollout.drawn
     rewards = np.concatenate([group.rewards for group in groups])
     lengths = np.array([len(c.token_ids) for group in groups for c in group.completions])
@@ -110,10 +123,12 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         "rollout/zero_variance_share": len(rollout.dropped) / len(groups),
         "rollout/completions": float(len(rewards)),
         "rollout/tokens": float(lengths.sum()),
+        "rollout/tokens_per_second": float(lengths.sum()) / max(rollout.seconds["generate"], 1e-9),
         "rollout/length_mean": float(lengths.mean()),
         "rollout/cut_share": float(np.mean(cut)),
         "rollout/versions": float(len({c.policy_version for group in groups for c in group.completions})),
     }
+    metrics |= {f"seconds/{phase}": value for phase, value in rollout.seconds.items()}
     return metrics | {f"reward/{name}": value for name, value in _mean([s.metrics for s in scores]).items()}
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from relax_pipeline.checkpoint.manifest import Manifest
+from relax_pipeline.checkpoint.manifest import Identity, Manifest
 from relax_pipeline.checkpoint.mirror import Mirror
 from relax_pipeline.checkpoint.store import CheckpointRef, CheckpointStore
-from relax_pipeline.config import CheckpointConfig
+from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import RelaxError
 from relax_pipeline.trainer.base import Trainer
+from relax_pipeline.types import DataPosition
 
 logger = logging.getLogger(__name__)
 
@@ -18,9 +19,15 @@ class Saves:
     """Writes one checkpoint at a time, sends it to the store, and prunes old ones."""
 
     def __init__(
-        self, checkpoints: CheckpointStore, trainer: Trainer, mirror: Mirror | None, config: CheckpointConfig
+        self,
+        config: RunConfig,
+        identity: Identity,
+        checkpoints: CheckpointStore,
+        trainer: Trainer,
+        mirror: Mirror | None,
     ) -> None:
-        self._checkpoints, self._trainer, self._mirror, self._config = checkpoints, trainer, mirror, config
+        self._config, self._identity = config, identity
+        self._checkpoints, self._trainer, self._mirror = checkpoints, trainer, mirror
         self._begun: Manifest | None = None
 
     @property
@@ -28,14 +35,30 @@ class Saves:
         """Whether a checkpoint is begun that does not count yet."""
         return self._begun is not None
 
-    def begin(self, manifest: Manifest) -> None:
+    def begin(self, step: int, position: DataPosition, run_id: str) -> None:
         """Have the trainer copy what it holds and begin to write it, once the checkpoint before counts.
+
+        Args:
+            step: Steps done.
+            position: Of the first prompt to draw after them.
+            run_id: See `Manifest`.
 
         Raises:
             CheckpointError: It cannot be written; earlier checkpoints are as they were.
         """
         self.commit()
-        self._checkpoints.begin(manifest.step, self._trainer.begin_save)
+        manifest = Manifest(
+            run_name=self._config.run_name,
+            step=step,
+            policy_version=self._trainer.policy_version(),
+            identity=self._identity,
+            base_digest=self._identity.base_digest,
+            epoch=position.epoch,
+            offset=position.offset,
+            run_id=run_id,
+            layout=self._config.trainer.model_dump(),
+        )
+        self._checkpoints.begin(step, self._trainer.begin_save)
         self._begun = manifest
 
     def commit(self) -> CheckpointRef | None:
@@ -50,8 +73,18 @@ class Saves:
         ref = self._checkpoints.commit(manifest, self._trainer.finish_save)
         if self._mirror:
             self._mirror.send(ref)
-        self._checkpoints.prune(keep_last=self._config.keep_last, keep_every=self._config.keep_every)
+        kept = self._config.checkpoint
+        self._checkpoints.prune(keep_last=kept.keep_last, keep_every=kept.keep_every)
         return ref
+
+    def wait_until_sent(self) -> None:
+        """Wait until the last checkpoint that counts is in checkpoint.store, if there is one.
+
+        Raises:
+            PublishError: It is on this machine only.
+        """
+        if self._mirror:
+            self._mirror.finish()
 
     def close(self) -> None:
         """Commit what was begun, if the trainer still answers."""

@@ -25,7 +25,8 @@ from relax_pipeline.inputs import run_folder, run_identity
 from relax_pipeline.rollout.hf import HfEngine
 from relax_pipeline.rollout.pool import EnginePool
 from relax_pipeline.session.collect import Collector, Sampler
-from relax_pipeline.session.session import Evaluation, TrainingSession
+from relax_pipeline.session.evaluate import Evaluation
+from relax_pipeline.session.session import TrainingSession
 from relax_pipeline.sync.sync import WeightSync
 from relax_pipeline.trainer.fsdp import FsdpTrainer
 from relax_pipeline.types import Adapter, Completion, GenerateRequest, SamplingParams, Score, ScoreRequest
@@ -134,7 +135,7 @@ class Run:
                 seed=config.seed,
             ),
             evaluation=Evaluation([dataset.prompt(index) for index in range(3)], 1, SamplingParams(6, temperature=0)),
-            processes=dict,
+            note_processes=lambda: None,
         )
 
     def steps(self, first: int, last: int) -> list[dict[str, float]]:
@@ -397,12 +398,12 @@ def test_a_save_behind_the_next_step_is_of_the_step_it_was_begun_at(start: Calla
     digest = run.digest()
     assert run.session.save(1) is None
     run.steps(2, 2)
-    assert run.session.is_saving
+    assert run.session.saves.is_writing
     assert run.session.checkpoints.committed() == []
     ref = run.session.commit()
     assert ref is not None
     assert verify(ref).step == 1
-    assert not run.session.is_saving
+    assert not run.session.saves.is_writing
     resumed = start()
     assert (resumed.trainer.policy_version(), resumed.digest()) == (1, digest)
 

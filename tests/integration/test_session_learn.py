@@ -36,7 +36,7 @@ def group(index: int, lengths: tuple[int, ...], rewards: tuple[float, ...], **op
 
 
 def rollout(*groups: RolloutGroup, dropped: tuple[RolloutGroup, ...] = ()) -> Rollout:
-    return Rollout(1, groups, dropped, DataPosition(0, 4), {"generate": 1.0, "score": 1.0})
+    return Rollout(1, groups, dropped, DataPosition(0, 4), {"generate": 1.5, "score": 0.5})
 
 
 FOUR = (
@@ -211,7 +211,10 @@ def test_rollout_metrics_count_dropped_groups_too() -> None:
         "rollout/zero_variance_share": 0.5,
         "rollout/completions": 4.0,
         "rollout/tokens": 24.0,
+        "rollout/tokens_per_second": 16.0,
         "rollout/length_mean": 6.0,
         "rollout/cut_share": 0.5,
         "rollout/versions": 2.0,
+        "seconds/generate": 1.5,
+        "seconds/score": 0.5,
     }
