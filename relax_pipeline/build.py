@@ -20,9 +20,7 @@ from relax_pipeline.data.prompts import load_rows
 from relax_pipeline.data.stream import PromptStream
 from relax_pipeline.inputs import load_tokenizer, run_folder, run_identity
 from relax_pipeline.plan import make_plan
-from relax_pipeline.processes import check_gpus, log_folder, make_sync, start_engines, start_trainer
-from relax_pipeline.remote.cluster import ray_cluster
-from relax_pipeline.remote.logs import forwarded
+from relax_pipeline.processes import open_cluster, open_processes
 from relax_pipeline.remote.scoring import ScoringWorkers
 from relax_pipeline.rollout.pool import EnginePool
 from relax_pipeline.session.collect import Collector, Sampler
@@ -50,17 +48,11 @@ def open_session(config: RunConfig) -> Iterator[TrainingSession]:
         write_atomic(folder / "config.json", config.model_dump_json(indent=2) + "\n")
         tokenizer = load_tokenizer(config)
         dataset = PromptDataset(load_rows(config.data.train), tokenizer, config.data)
-        stack.enter_context(forwarded(log_folder(config)))
-        stack.enter_context(ray_cluster(config.cluster, namespace=f"relax-{config.run_name}"))
-        check_gpus(config)
+        stack.enter_context(open_cluster(config))
         scorer = ScoringWorkers(config.rewards, startup_timeout=config.sync.timeout_seconds)
         stack.callback(scorer.close)
-        trainer = start_trainer(config, folder)
-        stack.callback(trainer.close)
-        pool = start_engines(config, trainer)
-        stack.callback(pool.close)
-        sync = make_sync(config, trainer, pool, probe=make_probe(dataset))
-        sync.check_bases()
+        processes = stack.enter_context(open_processes(config, folder, probe=make_probe(dataset)))
+        trainer, pool, sync = processes.trainer, processes.pool, processes.sync
         pinned = config.sync.mode == "adapter"
         sampler = Sampler(pool=pool, scorer=scorer, tokenizer=tokenizer, heal=sync.heal, pinned=pinned)
         session = TrainingSession(

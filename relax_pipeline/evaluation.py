@@ -13,7 +13,7 @@ from relax_pipeline.data.dataset import PromptDataset
 from relax_pipeline.data.prompts import load_rows
 from relax_pipeline.errors import ConfigError
 from relax_pipeline.inputs import load_tokenizer
-from relax_pipeline.processes import open_processes
+from relax_pipeline.processes import open_cluster, open_processes
 from relax_pipeline.remote.scoring import ScoringWorkers
 from relax_pipeline.session.collect import Sampler
 from relax_pipeline.session.evaluate import answer_held_out
@@ -42,9 +42,10 @@ def evaluate_checkpoint(
     with ExitStack() as stack:
         stack.enter_context(in_use(checkpoint))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        processes = stack.enter_context(open_processes(config, folder, probe=probe))
+        stack.enter_context(open_cluster(config))
         scorer = ScoringWorkers(config.rewards, startup_timeout=config.sync.timeout_seconds)
         stack.callback(scorer.close)
+        processes = stack.enter_context(open_processes(config, folder, probe=probe))
         processes.trainer.load(checkpoint.path)
         processes.sync.sync()
         sampler = Sampler(

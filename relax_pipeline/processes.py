@@ -27,7 +27,6 @@ _TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest probe difference that arithmetic alone explains, by compute dtype: two kernels in bfloat16 differ by about
 0.03 nats in the mean on SmolLM2-135M, and by 0.25 on single tokens."""
 
-
 _THREADS_BESIDE_GPU = 4
 
 
@@ -41,8 +40,22 @@ class Processes:
 
 
 @contextmanager
+def open_cluster(config: RunConfig) -> Iterator[None]:
+    """Have the run's Ray cluster inside the block, and what its processes log in the log of this one.
+
+    Raises:
+        ConfigError: The cluster has too few GPUs.
+    """
+    with forwarded(_log_folder(config)), ray_cluster(config.cluster, namespace=f"relax-{config.run_name}"):
+        _check_gpus(config)
+        yield
+
+
+@contextmanager
 def open_processes(config: RunConfig, folder: Path, *, probe: Sequence[Sequence[int]]) -> Iterator[Processes]:
-    """Start trainer and engines on the run's cluster, and end them at the end of the block, however it ends.
+    """Start trainer and engines on the open cluster, and end them at the end of the block, however it ends.
+
+    Whatever else takes time to start is best started before: it then does so while the models load.
 
     Args:
         config: The run.
@@ -50,40 +63,13 @@ def open_processes(config: RunConfig, folder: Path, *, probe: Sequence[Sequence[
         probe: Token sequences on which trainer and engines are compared.
     """
     with ExitStack() as stack:
-        stack.enter_context(forwarded(log_folder(config)))
-        stack.enter_context(ray_cluster(config.cluster, namespace=f"relax-{config.run_name}"))
-        check_gpus(config)
-        trainer = start_trainer(config, folder)
+        trainer = _start_trainer(config, folder)
         stack.callback(trainer.close)
         pool = start_engines(config, trainer)
         stack.callback(pool.close)
         sync = make_sync(config, trainer, pool, probe=probe)
         sync.check_bases()
         yield Processes(trainer, pool, sync)
-
-
-def log_folder(config: RunConfig) -> Path:
-    """Return where trainer ranks and engines log, a file each."""
-    return run_folder(config) / "logs" / "processes"
-
-
-def start_trainer(config: RunConfig, folder: Path) -> RemoteTrainer:
-    """Start all ranks; they meet through a file in the folder."""
-    ranks = config.trainer.world_size
-    rendezvous = f"file://{folder / f'.rendezvous-{uuid4().hex[:8]}'}" if ranks > 1 else None
-    builds: list[Callable[[], Trainer]] = [
-        logged(
-            partial(make_outbox, config, RankLayout(rank, ranks, rendezvous)),
-            log_folder(config) / f"trainer-rank-{rank}.log",
-        )
-        for rank in range(ranks)
-    ]
-    return RemoteTrainer(
-        builds,
-        num_threads=_threads(config),
-        num_gpus=_gpus(config.trainer.device, 1),
-        timeout=config.trainer.step_timeout_seconds,
-    )
 
 
 def start_engines(config: RunConfig, trainer: RemoteTrainer) -> EnginePool:
@@ -95,7 +81,7 @@ def start_engines(config: RunConfig, trainer: RemoteTrainer) -> EnginePool:
     def spawn(index: int) -> RemoteEngine:
         return RemoteEngine(
             logged(
-                partial(make_engine, config, engine_id=f"engine-{index}"), log_folder(config) / f"engine-{index}.log"
+                partial(make_engine, config, engine_id=f"engine-{index}"), _log_folder(config) / f"engine-{index}.log"
             ),
             name=f"engine {index}",
             num_threads=threads,
@@ -132,12 +118,32 @@ def probe_tolerance(config: RunConfig) -> float:
     return config.sync.probe_tolerance or _TOLERANCES[config.model.dtype]
 
 
-def check_gpus(config: RunConfig) -> None:
-    """Refuse what Ray would wait for without a word.
+def _log_folder(config: RunConfig) -> Path:
+    """Return where trainer ranks and engines log, a file each."""
+    return run_folder(config) / "logs" / "processes"
 
-    Raises:
-        ConfigError: The cluster has too few GPUs.
-    """
+
+def _start_trainer(config: RunConfig, folder: Path) -> RemoteTrainer:
+    """Start all ranks; they meet through a file in the folder."""
+    ranks = config.trainer.world_size
+    rendezvous = f"file://{folder / f'.rendezvous-{uuid4().hex[:8]}'}" if ranks > 1 else None
+    builds: list[Callable[[], Trainer]] = [
+        logged(
+            partial(make_outbox, config, RankLayout(rank, ranks, rendezvous)),
+            _log_folder(config) / f"trainer-rank-{rank}.log",
+        )
+        for rank in range(ranks)
+    ]
+    return RemoteTrainer(
+        builds,
+        num_threads=_threads(config),
+        num_gpus=_gpus(config.trainer.device, 1),
+        timeout=config.trainer.step_timeout_seconds,
+    )
+
+
+def _check_gpus(config: RunConfig) -> None:
+    """Refuse what Ray would wait for without a word."""
     there = num_gpus()
     trainer = _gpus(config.trainer.device, config.trainer.world_size)
     engines = _gpus(config.engine.device, config.engine.num_gpus * config.engine.replicas)

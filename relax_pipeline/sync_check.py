@@ -13,7 +13,7 @@ import numpy as np
 from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import SyncError
 from relax_pipeline.inputs import check_backends, check_model_folder, run_folder
-from relax_pipeline.processes import Processes, open_processes, probe_tolerance
+from relax_pipeline.processes import Processes, open_cluster, open_processes, probe_tolerance
 from relax_pipeline.sync.probe import probe_difference
 from relax_pipeline.sync.report import SyncReport
 from relax_pipeline.trainer.base import Trainer
@@ -53,7 +53,7 @@ def check_sync(config: RunConfig, mode: Mode) -> Iterator[CheckedSync]:
     checked = for_check(config, mode)
     folder = run_folder(checked)
     folder.mkdir(parents=True, exist_ok=True)
-    with open_processes(checked, folder, probe=probe_sequences(checked)) as processes:
+    with open_cluster(checked), open_processes(checked, folder, probe=probe_sequences(checked)) as processes:
         yield from _check(checked, processes)
 
 
