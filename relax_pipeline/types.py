@@ -1,4 +1,4 @@
-"""The data that passes between the parts: prompts, completions, rollouts, training samples, adapters, acknowledgements.
+"""The data that passes between the parts: prompts, completions, scores, training samples, adapters, acknowledgements.
 
 Data only, importable without torch. Arrays are numpy, so that Ray moves them without a copy.
 """
@@ -96,41 +96,6 @@ class Score:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Parts worth plotting, e.g. `accuracy`."""
     timed_out: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutGroup:
-    """The completions of one prompt, scored. Lists are parallel."""
-
-    prompt: Prompt
-    completions: tuple[Completion, ...]
-    texts: tuple[str, ...]
-    scores: tuple[Score, ...]
-
-    @property
-    def rewards(self) -> NDArray[np.float64]:
-        """[G]."""
-        return np.array([score.value for score in self.scores], dtype=np.float64)
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """All that one training step learns from."""
-
-    step: int
-    groups: tuple[RolloutGroup, ...]
-    """Groups that train."""
-    dropped: tuple[RolloutGroup, ...]
-    """Groups without reward variance, drawn and not trained."""
-    next_position: DataPosition
-    """Data position once this rollout is consumed."""
-    seconds: Mapping[str, float]
-    """Wall seconds of `generate` and `score`."""
-
-    @property
-    def drawn(self) -> tuple[RolloutGroup, ...]:
-        """All groups, dropped ones included: what the policy did on the prompts it was given."""
-        return self.groups + self.dropped
 
 
 @dataclass(frozen=True, slots=True)

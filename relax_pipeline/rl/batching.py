@@ -1,17 +1,15 @@
-"""From groups to training samples, from samples to micro-batches, from a micro-batch to padded tensors."""
+"""From training samples to micro-batches, and from a micro-batch to padded tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from relax_pipeline.rl.advantages import AdvantageKind, compute_advantages
-from relax_pipeline.types import Completion, Prompt, Rollout, TrainingSample
+from relax_pipeline.types import TrainingSample
 
 # B sequences, P longest prompt, T longest completion, S = P + T
 
@@ -34,57 +32,6 @@ class PaddedBatch:
     """float32, 0 on padding; None where the samples have none."""
     advantages_B: torch.Tensor
     """float32."""
-
-
-def make_samples(
-    rollout: Rollout,
-    rewards_by_group: Sequence[NDArray[np.float64]],
-    *,
-    advantage: AdvantageKind,
-    filter_overlong: bool,
-) -> list[list[TrainingSample]]:
-    """Return the samples of each group.
-
-    Aborted completions are left out, of the baseline too: the reward of an unfinished text says nothing about the
-    policy. A group of nothing else is left out whole. With filter_overlong, a completion that was cut at the length
-    limit counts in its group's baseline and trains no token (Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.4).
-
-    Args:
-        rollout: Its groups that train.
-        rewards_by_group: Parallel to the groups and their completions.
-        advantage: See compute_advantages.
-        filter_overlong: Mask completions that ended for their length.
-
-    Raises:
-        ValueError: Rewards and completions are not parallel.
-    """
-    kept_by_group = [
-        [
-            (group.prompt, completion, reward)
-            for completion, reward in zip(group.completions, rewards, strict=True)
-            if completion.finish_reason != "abort"
-        ]
-        for group, rewards in zip(rollout.groups, rewards_by_group, strict=True)
-    ]
-    kept_by_group = [kept for kept in kept_by_group if kept]
-    rewards_kept = [np.array([reward for _, _, reward in kept]) for kept in kept_by_group]
-    return [
-        [
-            _sample(prompt, completion, float(credit), filter_overlong)
-            for (prompt, completion, _), credit in zip(kept, advantages, strict=True)
-        ]
-        for kept, advantages in zip(kept_by_group, compute_advantages(rewards_kept, advantage), strict=True)
-    ]
-
-
-def split_updates(groups: Sequence[Sequence[TrainingSample]], updates: int) -> list[list[TrainingSample]]:
-    """Cut the groups, in order, into samples of that many optimizer steps, as equal in groups as they go.
-
-    Fewer groups than updates give one update a group.
-    """
-    parts = min(updates, len(groups))
-    bounds = [part * len(groups) // max(parts, 1) for part in range(parts + 1)]
-    return [list(chain.from_iterable(groups[start:end])) for start, end in pairwise(bounds)]
 
 
 def micro_batches(samples: Sequence[TrainingSample], budget_tokens: int, *, packed: bool = False) -> list[list[int]]:
@@ -171,18 +118,6 @@ def pad_batch(samples: Sequence[TrainingSample], pad_token_id: int, device: torc
         rollout_logprobs_BT=tensor(_pad([sample.rollout_logprobs for sample in samples], 0.0)),
         old_logprobs_BT=tensor(_pad(old, 0.0)) if old else None,
         advantages_B=tensor(np.array([sample.advantage for sample in samples], dtype=np.float32)),
-    )
-
-
-def _sample(prompt: Prompt, completion: Completion, advantage: float, filter_overlong: bool) -> TrainingSample:
-    trains = not (filter_overlong and completion.finish_reason == "length")
-    return TrainingSample(
-        prompt_ids=np.array(prompt.token_ids, dtype=np.int64),
-        completion_ids=completion.token_ids,
-        loss_mask=np.full(len(completion.token_ids), trains),
-        rollout_logprobs=completion.rollout_logprobs,
-        advantage=advantage,
-        policy_version=completion.policy_version,
     )
 
 

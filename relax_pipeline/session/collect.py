@@ -11,14 +11,13 @@ from typing import Any, Protocol
 from relax_pipeline.config import RolloutConfig
 from relax_pipeline.data.stream import PromptStream
 from relax_pipeline.rl.advantages import has_variance
+from relax_pipeline.rl.groups import Rollout, RolloutGroup
 from relax_pipeline.rollout.pool import EnginePool
 from relax_pipeline.seeds import derive_seed
 from relax_pipeline.types import (
     DataPosition,
     GenerateRequest,
     Prompt,
-    Rollout,
-    RolloutGroup,
     SamplingParams,
     Score,
     ScoreRequest,

@@ -13,10 +13,10 @@ from relax_pipeline.config.model import MEGATRON_TO_HF_MODULES
 from relax_pipeline.errors import ConfigError, TrainerError
 from relax_pipeline.lora.gates import GATES
 from relax_pipeline.rewards.overlong import overlong_penalty
-from relax_pipeline.rl.batching import make_samples, split_updates
+from relax_pipeline.rl.groups import Rollout, RolloutGroup, make_samples, split_updates
 from relax_pipeline.timing import timed
 from relax_pipeline.trainer.base import Trainer
-from relax_pipeline.types import Rollout, RolloutGroup, TrainingSample
+from relax_pipeline.types import TrainingSample
 
 
 def learn(trainer: Trainer, rollout: Rollout, config: RunConfig) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from relax_pipeline.types import Rollout
+from relax_pipeline.rl.groups import Rollout
 
 
 def samples_row(rollout: Rollout, *, num_completions: int) -> dict[str, Any]:

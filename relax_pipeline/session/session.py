@@ -12,6 +12,7 @@ from relax_pipeline.checkpoint.mirror import Mirror
 from relax_pipeline.checkpoint.store import CheckpointRef, CheckpointStore
 from relax_pipeline.config import RunConfig
 from relax_pipeline.metrics.log import StepLog
+from relax_pipeline.rl.groups import Rollout
 from relax_pipeline.session.collect import Collector, Sampler
 from relax_pipeline.session.evaluate import Evaluation, answer_held_out
 from relax_pipeline.session.learn import check_learned, learn, rollout_metrics
@@ -22,7 +23,7 @@ from relax_pipeline.sync.report import SyncReport
 from relax_pipeline.sync.sync import WeightSync
 from relax_pipeline.timing import timed
 from relax_pipeline.trainer.base import Trainer
-from relax_pipeline.types import DataPosition, Rollout
+from relax_pipeline.types import DataPosition
 
 
 class TrainingSession:

@@ -14,10 +14,10 @@ from tiny_run import run_config
 
 from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import ConfigError, TrainerError
-from relax_pipeline.rl.batching import make_samples
+from relax_pipeline.rl.groups import Rollout, RolloutGroup, make_samples
 from relax_pipeline.session.learn import learn, refuse_unreached, rollout_metrics
 from relax_pipeline.trainer.fsdp import FsdpTrainer
-from relax_pipeline.types import Completion, DataPosition, FinishReason, Prompt, Rollout, RolloutGroup, Score
+from relax_pipeline.types import Completion, DataPosition, FinishReason, Prompt, Score
 
 Config = Callable[..., RunConfig]
 
