@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from relax_pipeline.checkpoint.manifest import read_manifest
-from relax_pipeline.checkpoint.store import CheckpointRef, CheckpointStore, verify
+from relax_pipeline.checkpoint.seal import verify
+from relax_pipeline.checkpoint.store import CheckpointRef, CheckpointStore
 from relax_pipeline.errors import CheckpointError
 
 app = App(name="checkpoints", help="List, show and verify the checkpoints of a run.")
@@ -53,16 +54,16 @@ def verify_all(path: Path) -> None:
         A run's folder, or one checkpoint's.
     """
     console = Console(soft_wrap=True)
-    refs = [CheckpointRef(read_manifest(path).step, path)] if path.name.startswith("step-") else _committed(path)
+    folders = [path] if path.name.startswith("step-") else [ref.path for ref in _committed(path)]
     damaged = 0
-    for ref in refs:
+    for folder in folders:
         try:
-            console.print(f"[green]intact[/]  {ref.path}  {len(verify(ref).files)} files")
+            console.print(f"[green]intact[/]  {folder}  {len(verify(folder).files)} files")
         except CheckpointError as error:
             damaged += 1
-            console.print(f"[red]damaged[/] {ref.path}  {error}")
+            console.print(f"[red]damaged[/] {folder}  {error}")
     if damaged:
-        raise CheckpointError(f"{damaged} of {len(refs)} checkpoints are damaged; a resume passes over them")
+        raise CheckpointError(f"{damaged} of {len(folders)} checkpoints are damaged; a resume passes over them")
 
 
 def _committed(run_folder: Path) -> list[CheckpointRef]:

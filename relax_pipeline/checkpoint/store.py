@@ -1,4 +1,4 @@
-"""The checkpoints of one run: written whole, verified, pruned."""
+"""The checkpoints of one run: begun out of sight, committed whole, pruned unless somebody reads them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from relax_pipeline.checkpoint.manifest import COMMITTED_FILE, MANIFEST_FILE, FileEntry, Manifest, read_manifest
+from relax_pipeline.checkpoint.manifest import COMMITTED_FILE, Manifest
+from relax_pipeline.checkpoint.seal import seal, verify
 from relax_pipeline.errors import CheckpointError, RelaxError
-from relax_pipeline.storage.files import fsync_path, fsync_tree, sha256_file, write_atomic
+from relax_pipeline.storage.files import fsync_path
 
 _STEP_FOLDER = re.compile(r"step-(\d{7,})")
 
@@ -82,7 +83,7 @@ class CheckpointStore:
         temporary, final = self._folders(manifest.step)
         with self._undone_unless_whole(temporary, final):
             finish()
-            _seal(temporary, manifest)
+            seal(temporary, manifest)
             if final.exists() and self._hide(final) is None:
                 raise CheckpointError("another process is reading it")
             temporary.rename(final)
@@ -111,7 +112,7 @@ class CheckpointStore:
         refs = self.committed()
         for ref in reversed(refs):
             try:
-                verify(ref)
+                verify(ref.path)
             except CheckpointError as error:
                 on_damaged(error)
                 continue
@@ -163,28 +164,6 @@ class CheckpointStore:
                 shutil.rmtree(path)
 
 
-def verify(ref: CheckpointRef) -> Manifest:
-    """Compare every file with the manifest and return it.
-
-    Raises:
-        CheckpointError: A file is missing, extra, or differs in size or content; names it.
-    """
-    manifest = read_manifest(ref.path)
-    if (ref.path / COMMITTED_FILE).read_text() != sha256_file(ref.path / MANIFEST_FILE):
-        raise CheckpointError(f"{ref.path / MANIFEST_FILE} is not the one that was committed")
-    found = _payload_files(ref.path)
-    if found.keys() != manifest.files.keys():
-        difference = sorted(found.keys() ^ manifest.files.keys())
-        raise CheckpointError(f"{ref.path} has missing or extra files: {', '.join(difference[:5])}")
-    for name, entry in manifest.files.items():
-        size = found[name].stat().st_size
-        if size != entry.size:
-            raise CheckpointError(f"{found[name]} has {size:,} bytes, {entry.size:,} were written")
-        if sha256_file(found[name]) != entry.sha256:
-            raise CheckpointError(f"{found[name]} has changed since it was written: its sha256 differs")
-    return manifest
-
-
 @contextmanager
 def in_use(ref: CheckpointRef) -> Iterator[None]:
     """Keep a checkpoint from being pruned while this process reads it; a crash lets go of it.
@@ -202,25 +181,6 @@ def in_use(ref: CheckpointRef) -> Iterator[None]:
         except FileNotFoundError:
             raise CheckpointError(f"{ref.path} is gone: it was pruned, or saved again; look for a newer one") from None
         yield
-
-
-def _seal(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest over all files, flush everything, and commit."""
-    entries = {
-        name: FileEntry(size=f.stat().st_size, sha256=sha256_file(f)) for name, f in _payload_files(folder).items()
-    }
-    if not entries:
-        raise CheckpointError(f"nothing was written to {folder}")
-    sealed = manifest.model_copy(update={"files": entries})
-    (folder / MANIFEST_FILE).write_text(sealed.model_dump_json(indent=2) + "\n")
-    fsync_tree(folder)
-    write_atomic(folder / COMMITTED_FILE, sha256_file(folder / MANIFEST_FILE))
-
-
-def _payload_files(folder: Path) -> dict[str, Path]:
-    own = {MANIFEST_FILE, COMMITTED_FILE}
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {name: path for path in files if (name := path.relative_to(folder).as_posix()) not in own}
 
 
 def _explain_failure(error: Exception, final: Path, folder: Path) -> str:

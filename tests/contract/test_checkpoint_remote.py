@@ -13,7 +13,8 @@ from relax_pipeline.checkpoint.manifest import Identity, Manifest
 from relax_pipeline.checkpoint.mirror import fetch_changes, fetch_newest, open_mirror
 from relax_pipeline.checkpoint.owner import Ownership
 from relax_pipeline.checkpoint.remote import RemoteCheckpoints
-from relax_pipeline.checkpoint.store import CheckpointRef, CheckpointStore, verify
+from relax_pipeline.checkpoint.seal import verify
+from relax_pipeline.checkpoint.store import CheckpointRef, CheckpointStore
 from relax_pipeline.config import CheckpointConfig
 from relax_pipeline.errors import CheckpointError, PublishError, RunLockedError
 from relax_pipeline.storage.base import ObjectStore
@@ -83,7 +84,7 @@ def test_a_checkpoint_comes_back_byte_for_byte(
     upload(remote, saved)
     fetched = fetch_newest(remote, elsewhere)
     assert fetched is not None
-    verify(fetched)
+    verify(fetched.path)
     assert content(fetched) == content(saved)
 
 
@@ -117,7 +118,7 @@ def test_a_damaged_local_checkpoint_is_replaced_by_the_stores(store: ObjectStore
     upload(remote, saved)
     (saved.path / "adapter.bin").write_text("adapter 8")
     assert fetch_newest(remote, here) == saved
-    verify(saved)
+    verify(saved.path)
 
 
 def test_an_object_that_has_changed_is_not_taken(

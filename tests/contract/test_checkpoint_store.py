@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from relax_pipeline.checkpoint.manifest import Identity, Manifest, check_continues, read_manifest
-from relax_pipeline.checkpoint.store import CheckpointRef, CheckpointStore, in_use, verify
+from relax_pipeline.checkpoint.seal import verify
+from relax_pipeline.checkpoint.store import CheckpointRef, CheckpointStore, in_use
 from relax_pipeline.errors import CheckpointError
 
 IDENTITY = Identity(
@@ -78,7 +79,7 @@ def test_saved_checkpoint_reads_back(store: CheckpointStore) -> None:
     ref = store.save(manifest(10), write())
     assert ref == CheckpointRef(10, store.folder / "step-0000010")
     assert store.committed() == [ref]
-    found = verify(ref)
+    found = verify(ref.path)
     assert found.model_copy(update={"files": {}}) == manifest(10)
     assert {name: entry.size for name, entry in found.files.items()} == {"adapter.bin": 7, "trainer/0.distcp": 5}
     assert store.newest_intact(forbidden) == ref
@@ -104,7 +105,7 @@ def test_steps_are_in_order_beyond_seven_digits(store: CheckpointStore) -> None:
 def test_same_step_again_replaces(two: CheckpointStore) -> None:
     ref = two.save(manifest(20), write("other"))
     assert (ref.path / "trainer" / "0.distcp").read_text() == "other"
-    verify(ref)
+    verify(ref.path)
     assert steps(two) == [10, 20]
     assert sorted(path.name for path in two.folder.iterdir()) == ["step-0000010", "step-0000020"]
 
@@ -121,7 +122,7 @@ def test_failed_save_leaves_nothing_and_the_rest_as_it_was(two: CheckpointStore,
         ):
             two.save(manifest(step), fail)
     assert sorted(path.name for path in two.folder.iterdir()) == ["step-0000010", "step-0000020"]
-    assert (verify(two.committed()[1]), two.newest_intact(forbidden)) == (
+    assert (verify(two.committed()[1].path), two.newest_intact(forbidden)) == (
         read_manifest(two.folder / "step-0000020"),
         two.committed()[1],
     )
@@ -139,7 +140,7 @@ def test_a_save_that_was_begun_counts_once_it_is_committed(two: CheckpointStore)
     finished: list[int] = []
     ref = two.commit(manifest(30), lambda: finished.append(len(steps(two))))
     assert (finished, steps(two)) == ([2], [10, 20, 30])
-    verify(ref)
+    verify(ref.path)
 
 
 def test_the_next_save_removes_one_that_was_never_committed(two: CheckpointStore) -> None:
@@ -163,7 +164,6 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_checkpoint_store import manifest, write
-from relax_pipeline.checkpoint import store
 from relax_pipeline.checkpoint.store import CheckpointStore
 
 calls = 0
@@ -214,13 +214,13 @@ def test_the_crashes_above_cover_a_whole_save(two: CheckpointStore) -> None:
 def test_crash_while_replacing_never_shows_a_mixture(two: CheckpointStore, at: int) -> None:
     crash(two, step=20, at=at)
     for ref in two.committed():
-        verify(ref)
+        verify(ref.path)
     newest = two.newest_intact(forbidden)
     assert newest is not None
     assert (newest.path / "trainer" / "0.distcp").read_text() in ("state 10", "state 20", "new")
     two.save(manifest(20), write("later"))
     assert sorted(path.name for path in two.folder.iterdir()) == ["step-0000010", "step-0000020"]
-    assert verify(two.committed()[1])
+    assert verify(two.committed()[1].path)
 
 
 # --- Damage ---
@@ -315,7 +315,7 @@ def test_checkpoint_in_use_is_not_pruned_until_let_go(two: CheckpointStore) -> N
     oldest = two.committed()[0]
     with in_use(oldest), in_use(oldest):
         assert two.prune(keep_last=1, keep_every=None) == []
-        verify(oldest)
+        verify(oldest.path)
     assert two.prune(keep_last=1, keep_every=None) == [oldest]
 
 

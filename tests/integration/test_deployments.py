@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from relax_pipeline.checkpoint.store import CheckpointStore, verify
+from relax_pipeline.checkpoint.seal import verify
+from relax_pipeline.checkpoint.store import CheckpointStore
 from relax_pipeline.metrics.log import StepLog, series
 from relax_pipeline.publish.published import verify_published
 from tests.integration.prefect_platform import Platform, processes_of, read_processes, wait_for
@@ -74,7 +75,7 @@ def test_a_scheduled_run_that_is_cancelled_leaves_no_process_and_an_intact_check
     platform.wait_until(flow_run_id, "Cancelled", seconds=60)
     assert processes_of(flow_run_id) == []
     print(f"cancelled after {time.monotonic() - started:.1f} s")
-    verify(CheckpointStore(run / "checkpoints").committed()[-1])
+    verify(CheckpointStore(run / "checkpoints").committed()[-1].path)
 
 
 def test_a_run_outlives_its_server_pauses_and_goes_on_with_what_its_form_says(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tiny_run import run_config
 from transformers import AutoTokenizer
 
-from relax_pipeline.checkpoint.store import verify
+from relax_pipeline.checkpoint.seal import verify
 from relax_pipeline.config import HfEngineConfig
 from relax_pipeline.data.dataset import PromptDataset
 from relax_pipeline.data.prompts import load_rows
@@ -369,7 +369,7 @@ def test_resumed_run_keeps_its_id(start: Callable[..., Run]) -> None:
 def test_checkpoint_says_where_the_run_is(start: Callable[..., Run]) -> None:
     run = start()
     run.steps(1, 2)
-    manifest = verify(run.session.save(2))
+    manifest = verify(run.session.save(2).path)
     drawn = len({request.prompt for request in run.scorer.asked})
     assert (manifest.step, manifest.policy_version, manifest.run_name) == (2, 2, "tiny")
     assert manifest.epoch * ROWS + manifest.offset == len(run.scorer.asked) // 3
@@ -402,7 +402,7 @@ def test_a_save_behind_the_next_step_is_of_the_step_it_was_begun_at(start: Calla
     assert run.session.checkpoints.committed() == []
     ref = run.session.commit()
     assert ref is not None
-    assert verify(ref).step == 1
+    assert verify(ref.path).step == 1
     assert not run.session.saves.is_writing
     resumed = start()
     assert (resumed.trainer.policy_version(), resumed.digest()) == (1, digest)
