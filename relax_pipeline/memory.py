@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from relax_pipeline.config import MegatronTrainerConfig, RunConfig
-from relax_pipeline.trainer.megatron_limits import EXPERT_COUNTS
+from relax_pipeline.config import FsdpTrainerConfig, MegatronTrainerConfig, RunConfig
+from relax_pipeline.config.model import MEGATRON_TO_HF_MODULES
+from relax_pipeline.memory_layers import (
+    has_experts,
+    head_size,
+    kept_by_megatron,
+    kept_by_transformers,
+    linear_layers,
+)
 
 _MOMENTS_BYTES = 8
 _FLOAT32_BYTES = 4
 _LOGITS_IN_FULL_PRECISION = 3 * (1 << 26) * _FLOAT32_BYTES
 """What `rl.logprobs` holds at one time on a GPU."""
+_FUSED = {leaf: name for name in ("linear_qkv", "linear_fc1", "in_proj") for leaf in MEGATRON_TO_HF_MODULES[name]}
+"""Modules that are one in Megatron, and share one lora_A."""
+
+
+class Parameters(NamedTuple):
+    """How many parameters, apart where ranks share them apart."""
+
+    rest: int
+    experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,66 +53,141 @@ class TrainerMemory:
         return self.weights + self.trained + self.activations + self.logits
 
 
-def trainer_memory(config: RunConfig, shape: Any, *, base_parameters: int, trained: int) -> TrainerMemory | None:
-    """Return the memory of a rank of a Megatron trainer; None for other trainers, experts and delta nets.
+def trainer_memory(config: RunConfig, shape: Any, *, base: Parameters, trained: Parameters) -> TrainerMemory | None:
+    """Return the memory of a trainer's rank; None where it is not known.
 
-    Within 3% of what was measured on H200s for a model of 0.6 B on one GPU, two tensor-parallel and two
-    context-parallel ones, before SwiGLU kept its input only.
+    It is not of mixtures of experts under fsdp, whose adapters leave the experts out, nor of all weights in half
+    precision under fsdp. Gated delta nets are taken to run on flash-linear-attention where it is installed here.
 
     Args:
         config: Of the run.
         shape: transformers' configuration of the language model.
-        base_parameters: Of the model.
-        trained: Parameters that train.
+        base: Of the model.
+        trained: Of what trains.
     """
-    trainer = config.trainer
-    if not isinstance(trainer, MegatronTrainerConfig) or _is_irregular(shape):
+    if isinstance(config.trainer, MegatronTrainerConfig):
+        return _megatron(config, config.trainer, shape, base, trained)
+    itemsize = _itemsize(config)
+    if has_experts(shape) or not (config.lora.enabled or itemsize == _FLOAT32_BYTES):
         return None
+    return _fsdp(config, config.trainer, shape, base, trained)
+
+
+def expert_share(shapes: Mapping[str, tuple[int, int]]) -> int:
+    """Return how many of the modules' parameters are those of experts that ranks share."""
+    return sum(inside * outside for name, (inside, outside) in shapes.items() if _in_experts(name))
+
+
+def adapter_parameters(config: RunConfig, adapted: Mapping[str, tuple[int, int]]) -> Parameters:
+    """Return the parameters of adapters as the trainer holds them: Megatron's fused modules share one lora_A.
+
+    Args:
+        config: Of the run.
+        adapted: Full module name to (in_features, out_features).
+    """
+    fuses = config.trainer.kind == "megatron"
+    halves: dict[str, int] = {}
+    for name, (inside, outside) in adapted.items():
+        parent, _, leaf = name.rpartition(".")
+        halves[f"{parent}.{_FUSED.get(leaf, leaf) if fuses else leaf}.A"] = inside
+        halves[f"{name}.B"] = outside
+
+    def total(names: Iterable[str]) -> int:
+        return config.lora.rank * sum(halves[name] for name in names)
+
+    return Parameters(total(n for n in halves if not _in_experts(n)), total(filter(_in_experts, halves)))
+
+
+def cache_bytes_per_token(config: RunConfig, shape: Any) -> int:
+    """Return the bytes of one token's keys and values on a GPU of an engine; gated delta nets keep none a token."""
+    layers = linear_layers(shape).count(False)
+    width = 2 * layers * shape.num_key_value_heads * head_size(shape)
+    return int(width * _itemsize(config)) // int(getattr(config.engine, "tensor_parallel_size", 1))
+
+
+def _megatron(
+    config: RunConfig, trainer: MegatronTrainerConfig, shape: Any, base: Parameters, trained: Parameters
+) -> TrainerMemory:
+    """Within 3% of what was measured on H200s for a model of 0.6 B on one GPU, two tensor-parallel and two
+    context-parallel ones, before SwiGLU kept its input only."""
     split, stages, ranks = trainer.tensor_parallel_size, trainer.pipeline_parallel_size, trainer.context_parallel_size
-    itemsize = getattr(torch, config.model.dtype).itemsize
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    tokens = -(-max(trainer.micro_batch_tokens, longest) // ranks)
+    itemsize, lora = _itemsize(config), config.lora.enabled
+    tokens = -(-max(trainer.micro_batch_tokens, _longest(config)) // ranks)
     embedding = shape.vocab_size * shape.hidden_size
-    masters = _FLOAT32_BYTES if itemsize < _FLOAT32_BYTES else 0
-    copy = itemsize if config.lora.enabled else 0  # without adapters the weights are what trains
+    sharing = trainer.expert_parallel_size * trainer.expert_tensor_parallel_size * stages
+    weights = ((base.rest - embedding) // stages + embedding) // split + base.experts // sharing
+    # Gradient, master and moments, and a copy in the model's precision, which without adapters is the weight itself.
+    bytes_each = 2 * _FLOAT32_BYTES + _MOMENTS_BYTES + (itemsize if lora else 0)
+    # A pipeline's first stage holds as many batches as there are stages: as much as all layers keep of one batch.
+    kept = kept_by_megatron(
+        shape,
+        rank=config.lora.rank,
+        wide=_FLOAT32_BYTES // itemsize,
+        ranks=ranks,
+        delta_kernels=_delta_kernels(),
+    )
+    whole = split if trainer.sequence_parallel else 1
+    layers = [layer.alike // whole + layer.split // split for layer in kept]
+    activations = _recomputed(shape, layers) if trainer.recompute == "full" else sum(layers)
+    # The product over all experts at once picks their adapters out of one tensor, and keeps what it picked.
+    picked = trained.experts // sharing if lora and itemsize < _FLOAT32_BYTES else 0
     return TrainerMemory(
         tokens=tokens,
-        weights=((base_parameters - embedding) // stages + embedding) // split * itemsize,
-        trained=trained // (split * stages) * (copy + _FLOAT32_BYTES + masters + _MOMENTS_BYTES),
-        activations=_activations(trainer, shape, tokens) * itemsize,
-        logits=2 * tokens * shape.vocab_size // split * itemsize + _LOGITS_IN_FULL_PRECISION,
+        weights=weights * itemsize,
+        trained=(trained.rest // (split * stages) + trained.experts // sharing) * bytes_each,
+        activations=(tokens * activations + picked) * itemsize,
+        logits=_logits(tokens * shape.vocab_size // split, itemsize),
     )
 
 
-def cache_bytes_per_token(config: RunConfig, shape: Any) -> int | None:
-    """Return the bytes of one token's keys and values on a GPU of an engine; None where layers differ."""
-    if _is_irregular(shape):
-        return None
-    width = 2 * shape.num_hidden_layers * shape.num_key_value_heads * _head_size(shape)
-    itemsize: int = getattr(torch, config.model.dtype).itemsize
-    return int(width * itemsize) // int(getattr(config.engine, "tensor_parallel_size", 1))
+def _fsdp(
+    config: RunConfig, trainer: FsdpTrainerConfig, shape: Any, base: Parameters, trained: Parameters
+) -> TrainerMemory:
+    """All is sharded over the ranks; embeddings and two layers, the one at work and the next, are whole."""
+    itemsize, ranks, longest = _itemsize(config), trainer.num_processes, _longest(config)
+    tokens = max(trainer.micro_batch_tokens, longest)
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    gathered = embeddings + 2 * (base.rest - embeddings) // shape.num_hidden_layers
+    kept = kept_by_transformers(
+        shape,
+        rank=config.lora.rank,
+        wide=_FLOAT32_BYTES // itemsize,
+        length=longest,
+        delta_kernels=_delta_kernels(),
+    )
+    layers = [layer.alike for layer in kept]
+    activations = _recomputed(shape, layers) if trainer.gradient_checkpointing else sum(layers)
+    bytes_each = (_FLOAT32_BYTES if config.lora.enabled else 0) + _FLOAT32_BYTES + _MOMENTS_BYTES
+    answers = tokens * (config.rollout.max_new_tokens + 1) // longest
+    return TrainerMemory(
+        tokens=tokens,
+        weights=(base.rest // ranks + (gathered if ranks > 1 else 0)) * itemsize,
+        trained=trained.rest // ranks * bytes_each,
+        activations=tokens * activations * itemsize,
+        logits=_logits(answers * shape.vocab_size, itemsize),
+    )
 
 
-def _activations(trainer: MegatronTrainerConfig, shape: Any, tokens: int) -> int:
-    """Return the elements that are kept for the backward pass. A pipeline's first stage holds as many batches as it
-    has stages, so all of it is as much as one stage of all layers."""
-    hidden, split, ranks = shape.hidden_size, trainer.tensor_parallel_size, trainer.context_parallel_size
-    heads, keys = shape.num_attention_heads * _head_size(shape), shape.num_key_value_heads * _head_size(shape)
-    # Inputs and outputs of two norms; queries before and after norm and rotation, keys, values, the attention's
-    # output; SwiGLU's input and output.
-    alike = 4 * hidden // (split if trainer.sequence_parallel else 1)
-    layer = tokens * (alike + (4 * heads + 3 * keys + 3 * shape.intermediate_size) // split)
-    if ranks > 1:  # each chunk keeps the keys and values up to its own end
-        layer += tokens * (2 * ranks + 1) // 2 * 2 * keys // split
-    if trainer.recompute == "full":
-        return int(shape.num_hidden_layers * tokens * hidden + layer)
-    return int(shape.num_hidden_layers * layer)
+def _delta_kernels() -> bool:
+    return importlib.util.find_spec("fla") is not None
 
 
-def _head_size(shape: Any) -> int:
-    return int(getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
+def _recomputed(shape: Any, layers: list[int]) -> int:
+    """Return the inputs of all layers, and the layer that is at work."""
+    return len(layers) * int(shape.hidden_size) + max(layers)
 
 
-def _is_irregular(shape: Any) -> bool:
-    experts = any(getattr(shape, name, None) for name in EXPERT_COUNTS)
-    return experts or "linear_attention" in (getattr(shape, "layer_types", None) or ())
+def _logits(count: int, itemsize: int) -> int:
+    return 2 * count * itemsize + _LOGITS_IN_FULL_PRECISION
+
+
+def _longest(config: RunConfig) -> int:
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def _itemsize(config: RunConfig) -> int:
+    return int(getattr(torch, config.model.dtype).itemsize)
+
+
+def _in_experts(name: str) -> bool:
+    return ".experts." in name
