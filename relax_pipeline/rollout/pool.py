@@ -6,16 +6,16 @@ dealt the most, and an engine that batches over calls stays full until the end.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Literal
 
 from relax_pipeline.errors import EngineError
 from relax_pipeline.rollout.base import Engine, EngineInfo
+from relax_pipeline.rollout.gate import Gate
 from relax_pipeline.types import Completion, GenerateRequest
 
 NOT_SYNCED = "has not been synced yet"
@@ -48,9 +48,7 @@ class EnginePool:
         engines = [spawn(index) for index in range(replicas)]
         self.slots = [Slot(index, engine, engine.info(), restarts) for index, engine in enumerate(engines)]
         self.serving_version = -1
-        self._gate = threading.Condition()
-        self._in_flight = 0
-        self._closed_gate = False
+        self._gate = Gate()
         self._closed = False
 
     def ready(self) -> list[Slot]:
@@ -121,18 +119,9 @@ class EnginePool:
                 future.result()
         return [completion for number in range(len(chunks)) for completion in results[number]]
 
-    @contextmanager
-    def drained(self) -> Iterator[None]:
+    def drained(self) -> AbstractContextManager[None]:
         """Hold back new chunks, wait for those in flight, and keep the engines idle inside this block."""
-        with self._gate:
-            self._closed_gate = True
-            self._gate.wait_for(lambda: self._in_flight == 0)
-        try:
-            yield
-        finally:
-            with self._gate:
-                self._closed_gate = False
-                self._gate.notify_all()
+        return self._gate.closed()
 
     @contextmanager
     def asleep(self) -> Iterator[None]:
@@ -177,7 +166,7 @@ class EnginePool:
                 number = todo.get_nowait()
             except Empty:
                 return
-            with self._admitted():
+            with self._gate.passed():
                 wanted = self.serving_version if version is None else version
                 try:
                     completions = engine.generate(chunks[number], version=wanted)
@@ -196,15 +185,3 @@ class EnginePool:
         """Quarantine an engine for its first failure; others follow from it, or come when it is already replaced."""
         if slot.engine is engine and slot.failure is None:
             self.quarantine(slot, reason)
-
-    @contextmanager
-    def _admitted(self) -> Iterator[None]:
-        with self._gate:
-            self._gate.wait_for(lambda: not self._closed_gate)
-            self._in_flight += 1
-        try:
-            yield
-        finally:
-            with self._gate:
-                self._in_flight -= 1
-                self._gate.notify_all()
