@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -43,6 +43,14 @@ class Passes:
             return logits_1NV.new_zeros(()), logprobs_BT
 
         return self._run(batches, answer, forward_only=True)
+
+    def with_references(self, batches: Sequence[PackedBatch], temperature: float) -> list[PackedBatch]:
+        """Return the micro-batches with the logprobs of the base; they are as they were where this stage has none."""
+        with self.model.bare():
+            references = self.logprobs(batches, temperature)
+        if not references:
+            return list(batches)
+        return [replace(b, ref_logprobs_BT=values) for b, values in zip(batches, references, strict=True)]
 
     def train(
         self,

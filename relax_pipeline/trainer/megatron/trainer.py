@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,11 +65,10 @@ class MegatronTrainer:
         with self._machine(), nullcontext() if adapter_enabled else self._model.bare():
             batches = own_batches(samples, self._settings, self._ranks)
             logprobs = self._passes.logprobs([batch.packed for batch in batches], temperature)
-        mine = {}
+        mine: dict[int, NDArray[np.float32]] = {}
         if self._ranks.answers:
             for batch, logprobs_BT in zip(batches, logprobs, strict=True):
-                for row, index in enumerate(batch.indices):
-                    mine[index] = logprobs_BT[row, : len(samples[index].completion_ids)].cpu().numpy()
+                mine |= batch.by_sample(logprobs_BT, samples)
         results = {index: values for part in self._ranks.gather(mine) for index, values in part.items()}
         return [results[index] for index in range(len(samples))]
 
@@ -80,11 +78,7 @@ class MegatronTrainer:
         with self._machine():
             batches = [batch.packed for batch in own_batches(samples, self._settings, self._ranks)]
             if self._config.algorithm.kl_coef > 0:
-                with self._model.bare():
-                    references = self._passes.logprobs(batches, temperature)
-                # Stages before the last one have no logprobs, and no use for them.
-                for number, logprobs_BT in enumerate(references):
-                    batches[number] = replace(batches[number], ref_logprobs_BT=logprobs_BT)
+                batches = self._passes.with_references(batches, temperature)
             torch.manual_seed(derive_seed(self._config.seed, "dropout", self._updates, self._ranks.groups.dp_cp.rank()))
             result = self._passes.train(
                 batches,
