@@ -13,10 +13,9 @@ from relax_pipeline.config import FsdpTrainerConfig, MegatronTrainerConfig, RunC
 from relax_pipeline.config.model import MEGATRON_TO_HF_MODULES
 from relax_pipeline.memory_layers import (
     has_experts,
-    head_size,
+    is_known,
     kept_by_megatron,
     kept_by_transformers,
-    linear_layers,
 )
 
 _MOMENTS_BYTES = 8
@@ -56,8 +55,8 @@ class TrainerMemory:
 def trainer_memory(config: RunConfig, shape: Any, *, base: Parameters, trained: Parameters) -> TrainerMemory | None:
     """Return the memory of a trainer's rank; None where it is not known.
 
-    It is not of mixtures of experts under fsdp, whose adapters leave the experts out, nor of all weights in half
-    precision under fsdp. Gated delta nets are taken to run on flash-linear-attention where it is installed here.
+    It is not of other layers than `memory_layers` counts, and under fsdp not of mixtures of experts nor of all weights
+    in half precision. Gated delta nets are taken to run on flash-linear-attention where it is installed here.
 
     Args:
         config: Of the run.
@@ -65,6 +64,8 @@ def trainer_memory(config: RunConfig, shape: Any, *, base: Parameters, trained: 
         base: Of the model.
         trained: Of what trains.
     """
+    if not is_known(shape):
+        return None
     if isinstance(config.trainer, MegatronTrainerConfig):
         return _megatron(config, config.trainer, shape, base, trained)
     itemsize = _itemsize(config)
@@ -98,13 +99,6 @@ def adapter_parameters(config: RunConfig, adapted: Mapping[str, tuple[int, int]]
     return Parameters(total(n for n in halves if not _in_experts(n)), total(filter(_in_experts, halves)))
 
 
-def cache_bytes_per_token(config: RunConfig, shape: Any) -> int:
-    """Return the bytes of one token's keys and values on a GPU of an engine; gated delta nets keep none a token."""
-    layers = linear_layers(shape).count(False)
-    width = 2 * layers * shape.num_key_value_heads * head_size(shape)
-    return int(width * _itemsize(config)) // int(getattr(config.engine, "tensor_parallel_size", 1))
-
-
 def _megatron(
     config: RunConfig, trainer: MegatronTrainerConfig, shape: Any, base: Parameters, trained: Parameters
 ) -> TrainerMemory:
@@ -128,14 +122,14 @@ def _megatron(
     )
     whole = split if trainer.sequence_parallel else 1
     layers = [layer.alike // whole + layer.split // split for layer in kept]
-    activations = _recomputed(shape, layers) if trainer.recompute == "full" else sum(layers)
-    # The product over all experts at once picks their adapters out of one tensor, and keeps what it picked.
-    picked = trained.experts // sharing if lora and itemsize < _FLOAT32_BYTES else 0
+    full = trainer.recompute == "full"
+    # The product over all experts of a layer picks their adapters out of one tensor, and keeps what it picked.
+    picked = trained.experts // sharing // (len(layers) if full else 1) if lora and itemsize < _FLOAT32_BYTES else 0
     return TrainerMemory(
         tokens=tokens,
         weights=weights * itemsize,
         trained=(trained.rest // (split * stages) + trained.experts // sharing) * bytes_each,
-        activations=(tokens * activations + picked) * itemsize,
+        activations=(tokens * _held(shape, layers, recomputed=full) + picked) * itemsize,
         logits=_logits(tokens * shape.vocab_size // split, itemsize),
     )
 
@@ -146,7 +140,7 @@ def _fsdp(
     """All is sharded over the ranks; embeddings and two layers, the one at work and the next, are whole."""
     itemsize, ranks, longest = _itemsize(config), trainer.num_processes, _longest(config)
     tokens = max(trainer.micro_batch_tokens, longest)
-    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if getattr(shape, "tie_word_embeddings", False) else 2)
     gathered = embeddings + 2 * (base.rest - embeddings) // shape.num_hidden_layers
     kept = kept_by_transformers(
         shape,
@@ -156,14 +150,13 @@ def _fsdp(
         delta_kernels=_delta_kernels(),
     )
     layers = [layer.alike for layer in kept]
-    activations = _recomputed(shape, layers) if trainer.gradient_checkpointing else sum(layers)
     bytes_each = (_FLOAT32_BYTES if config.lora.enabled else 0) + _FLOAT32_BYTES + _MOMENTS_BYTES
     answers = tokens * (config.rollout.max_new_tokens + 1) // longest
     return TrainerMemory(
         tokens=tokens,
         weights=(base.rest // ranks + (gathered if ranks > 1 else 0)) * itemsize,
         trained=trained.rest // ranks * bytes_each,
-        activations=tokens * activations * itemsize,
+        activations=tokens * _held(shape, layers, recomputed=trainer.gradient_checkpointing) * itemsize,
         logits=_logits(answers * shape.vocab_size, itemsize),
     )
 
@@ -172,9 +165,9 @@ def _delta_kernels() -> bool:
     return importlib.util.find_spec("fla") is not None
 
 
-def _recomputed(shape: Any, layers: list[int]) -> int:
-    """Return the inputs of all layers, and the layer that is at work."""
-    return len(layers) * int(shape.hidden_size) + max(layers)
+def _held(shape: Any, layers: list[int], *, recomputed: bool) -> int:
+    """Return the numbers a token that are there at once; recomputed layers keep their inputs, but the one at work."""
+    return len(layers) * int(shape.hidden_size) + max(layers) if recomputed else sum(layers)
 
 
 def _logits(count: int, itemsize: int) -> int:

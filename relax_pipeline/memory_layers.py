@@ -69,6 +69,14 @@ def kept_by_transformers(shape: Any, *, rank: int, wide: int, length: int, delta
     return [Kept(mixer + norms + mlp + 7 * wide * rank, 0) for mixer in layers]
 
 
+def is_known(shape: Any) -> bool:
+    """Whether the layers are those counted here: grouped queries or gated delta nets, then SwiGLU or experts."""
+    latent = getattr(shape, "kv_lora_rank", None)
+    grouped = hasattr(shape, "num_key_value_heads") and not latent
+    deltas = hasattr(shape, "linear_num_value_heads") or not is_hybrid(shape)
+    return grouped and deltas and (hasattr(shape, "intermediate_size") or has_experts(shape))
+
+
 def linear_layers(shape: Any) -> list[bool]:
     """Return of each layer whether it is a gated delta net instead of attention."""
     kinds = getattr(shape, "layer_types", None) or ["full_attention"] * shape.num_hidden_layers

@@ -20,6 +20,7 @@ from relax_pipeline.data.prompts import load_rows
 from relax_pipeline.errors import ConfigError, RelaxError
 from relax_pipeline.inputs import check_backends, check_model_folder, load_tokenizer, run_folder, run_identity
 from relax_pipeline.lora.adapter import CONFIG_FILE
+from relax_pipeline.memory_gpu import check_room, sent_bytes, smallest_gpu
 from relax_pipeline.metrics.text import bytes_text
 from relax_pipeline.rewards.build import build_scorer
 from relax_pipeline.sizes import ModelSizes, measure_model
@@ -93,6 +94,7 @@ def make_plan(config: RunConfig) -> Plan:
     attempt(build_scorer, config.rewards)
     attempt(_check_trainer, config, notes)
     sizes = attempt(measure_model, config)
+    attempt(_check_memory, config, sizes, notes)
     prompts = attempt(_read_prompts, config)
     checkpoint = attempt(_find_checkpoint, config, prompts, notes)
     attempt(_check_output, config, sizes)
@@ -126,6 +128,18 @@ def _check_trainer(config: RunConfig, notes: list[str]) -> None:
             f"lora.start_from: {config.lora.start_from} holds no {CONFIG_FILE}; give a PEFT folder, or the adapter/ "
             "folder of a checkpoint"
         )
+
+
+def _check_memory(config: RunConfig, sizes: ModelSizes | None, notes: list[str]) -> None:
+    """Refuse what no GPU of this machine can hold, where the run is to use them."""
+    here = config.cluster.ray_address == "local" and "cpu" not in (config.trainer.device, config.engine.device)
+    gpu_bytes = smallest_gpu() if here else None
+    if sizes is None or gpu_bytes is None:
+        return
+    sent = sent_bytes(config, model_bytes=sizes.merged_bytes, adapter_bytes=sizes.adapter_bytes, gpu_bytes=gpu_bytes)
+    note = check_room(config, sizes.trainer_memory, sizes.engine_memory, sent=sent, gpu_bytes=gpu_bytes)
+    if note:
+        notes.append(note)
 
 
 def _read_prompts(config: RunConfig) -> PromptFacts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from relax_pipeline.config import RunConfig, TrainerConfig
+from relax_pipeline.memory_gpu import sent_bytes
 from relax_pipeline.metrics.text import bytes_text
 from relax_pipeline.plan import Plan, PromptFacts, kept_checkpoints
 from relax_pipeline.sizes import ModelSizes
@@ -76,16 +77,16 @@ def _memory_rows(sizes: ModelSizes, config: RunConfig) -> list[tuple[str, str]]:
                 f"{bytes_text(memory.activations)}, logits {bytes_text(memory.logits)}",
             )
         )
-    if (of_token := sizes.cache_bytes_per_token) and config.engine.kind == "sglang":
-        rollout, engine = config.rollout, config.engine
-        share = -(-rollout.prompts_per_step * rollout.completions_per_prompt // engine.replicas)
-        together = min(engine.max_running_requests, share)
-        tokens = together * (config.data.max_prompt_tokens + rollout.max_new_tokens)
+    sent = sent_bytes(config, model_bytes=sizes.merged_bytes, adapter_bytes=sizes.adapter_bytes, gpu_bytes=None)
+    if sent:
+        rows.append(("memory, first rank", f"{bytes_text(sent)} more for what was sent, an eighth of its GPU at most"))
+    if engine := sizes.engine_memory:
         rows.append(
             (
-                "memory, engine's cache",
-                f"{bytes_text(of_token)} a token, {bytes_text(of_token * tokens)} for {together:,} completions of full "
-                "length at once",
+                "memory, engine GPU",
+                f"weights {bytes_text(engine.weights)}, adapters {bytes_text(engine.adapters)}, cache "
+                f"{bytes_text(engine.cache_of_token)} a token: {bytes_text(engine.cache)} for "
+                f"{engine.completions:,} completions of full length at once",
             )
         )
     return rows

@@ -13,15 +13,15 @@ from transformers import AutoConfig
 from relax_pipeline.config import RunConfig
 from relax_pipeline.errors import ConfigError, ModelError
 from relax_pipeline.inputs import check_model_folder
-from relax_pipeline.lora.scope import resolve_targets
+from relax_pipeline.lora.scope import in_vision_region, resolve_targets
 from relax_pipeline.memory import (
     Parameters,
     TrainerMemory,
     adapter_parameters,
-    cache_bytes_per_token,
     expert_share,
     trainer_memory,
 )
+from relax_pipeline.memory_gpu import EngineMemory, engine_memory
 from relax_pipeline.models import adaptable_shapes, base_state, model_class, refuse_packed_experts
 
 _FLOAT32_BYTES = 4
@@ -43,8 +43,8 @@ class ModelSizes:
     """One save: what trains and its two Adam moments in float32, the adapter again for peft, the base where asked."""
     trainer_memory: TrainerMemory | None
     """Of a rank, where it can be told."""
-    cache_bytes_per_token: int
-    """Of an engine's GPU."""
+    engine_memory: EngineMemory | None
+    """Of an engine's GPU, where it can be told."""
 
 
 def measure_model(config: RunConfig) -> ModelSizes:
@@ -65,16 +65,19 @@ def measure_model(config: RunConfig) -> ModelSizes:
     adapted = {name: shapes[name] for name in resolve_targets(shapes, config.lora)} if config.lora.enabled else {}
     adapter = sum(config.lora.rank * (in_features + out_features) for in_features, out_features in adapted.values())
     base = sum(parameter.numel() for parameter in model.parameters())
-    parameters = Parameters(base - expert_share(shapes), expert_share(shapes))
+    unseen = sum(p.numel() for name, p in model.named_parameters() if in_vision_region(name))
+    held = base - unseen if config.trainer.kind == "megatron" else base  # which builds the language part alone
+    parameters = Parameters(held - expert_share(shapes), expert_share(shapes))
     itemsize: int = getattr(torch, config.model.dtype).itemsize
     copies = 4 if config.lora.enabled else 3  # the trained values, two moments, and the folder for peft
+    merged = sum(tensor.numel() for tensor in state.values()) * itemsize
     frozen = base if config.lora.enabled and not config.saves_lora_only else 0
     return ModelSizes(
         base_parameters=base,
         adapter_parameters=adapter,
         adapted_modules=len(adapted),
         adapter_bytes=adapter * itemsize,
-        merged_bytes=sum(tensor.numel() for tensor in state.values()) * itemsize,
+        merged_bytes=merged,
         checkpoint_bytes=copies * _FLOAT32_BYTES * (adapter or base) + frozen * itemsize,
         trainer_memory=trainer_memory(
             config,
@@ -82,7 +85,7 @@ def measure_model(config: RunConfig) -> ModelSizes:
             base=parameters,
             trained=adapter_parameters(config, adapted) if adapted else parameters,
         ),
-        cache_bytes_per_token=cache_bytes_per_token(config, text_config),
+        engine_memory=engine_memory(config, text_config, model_bytes=merged, adapter_bytes=adapter * itemsize),
     )
 
 

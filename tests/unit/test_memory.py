@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 from tiny_run import run_config
-from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import GPT2Config, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
 
 from relax_pipeline.config import RunConfig
-from relax_pipeline.memory import Parameters, TrainerMemory, adapter_parameters, cache_bytes_per_token, trainer_memory
+from relax_pipeline.memory import Parameters, TrainerMemory, adapter_parameters, trainer_memory
 from relax_pipeline.memory_layers import kept_by_megatron
 
 SHAPE = Qwen3Config(
@@ -133,17 +133,8 @@ def test_delta_nets_on_kernels() -> None:
     assert kept == (2 * 96 + 2 * 2 * 96, 4 * keys + 5 * values + 2 * values + 64 * heads + 3 * 160)
 
 
-def test_a_token_in_the_cache() -> None:
-    assert cache_bytes_per_token(megatron(), SHAPE) == 2 * 28 * 8 * 128 * 2
-
-
-def test_delta_nets_cache_nothing_a_token() -> None:
-    layers = ["linear_attention", "linear_attention", "full_attention"]
-    hybrid = Qwen3NextConfig(num_hidden_layers=3, layer_types=layers, num_key_value_heads=2, head_dim=64)
-    assert cache_bytes_per_token(megatron(), hybrid) == 2 * 1 * 2 * 64 * 2
-
-
 def test_what_cannot_be_told_is_not() -> None:
+    assert trainer_memory(fsdp(), GPT2Config(), base=ONE, trained=ONE) is None
     assert trainer_memory(fsdp(), EXPERTS, base=ONE, trained=ONE) is None
     whole = run_config("unused", lora={"rank": 0}, model={"dtype": "bfloat16"}, sync={"mode": "merge"})
     assert trainer_memory(whole, SHAPE, base=ONE, trained=ONE) is None
