@@ -67,6 +67,8 @@ def _size_rows(sizes: ModelSizes, config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _memory_rows(sizes: ModelSizes, config: RunConfig) -> list[tuple[str, str]]:
+    if "cpu" in (config.trainer.device, config.engine.device):
+        return []
     rows = []
     if memory := sizes.trainer_memory:
         rows.append(
