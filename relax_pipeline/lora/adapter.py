@@ -22,6 +22,7 @@ from relax_pipeline.types import Adapter, AdapterSpec, WeightsInfo
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 META_FILE = "relax_lora_meta.json"
+_ROWS = torch.contiguous_format
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -82,7 +83,8 @@ def peft_config(spec: AdapterSpec, base_model: str) -> dict[str, Any]:
 def write_adapter(adapter: Adapter, folder: Path, *, base_model: str, metadata: Mapping[str, Any]) -> None:
     """Write a folder that `peft.PeftModel.from_pretrained` loads, and relax_lora_meta.json beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
+    # Copies, for safetensors refuses what shares memory, and modules may share their lora_A.
+    tensors = {name: tensor.detach().cpu().clone(memory_format=_ROWS) for name, tensor in adapter.tensors.items()}
     save_file(tensors, str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
     config = peft_config(adapter.spec, base_model) | _exclusions(adapter.info.modules)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")

@@ -9,6 +9,7 @@ from relax_pipeline.errors import AdapterError
 
 PEFT_PREFIX = "base_model.model."
 Half = Literal["A", "B"]
+HALVES: tuple[Half, Half] = ("A", "B")
 
 
 def lora_key(module: str, half: Half) -> str:
@@ -23,7 +24,7 @@ def parse_lora_key(key: str) -> tuple[str, Half]:
         AdapterError: The key names no half of a LoRA pair.
     """
     name = key.removeprefix(PEFT_PREFIX).replace(".default.weight", ".weight")
-    for half in ("A", "B"):
+    for half in HALVES:
         suffix = f".lora_{half}.weight"
         if name.endswith(suffix):
             return name.removesuffix(suffix), half

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from relax_pipeline.errors import SyncError
+from relax_pipeline.lora.packed import leaves
 from relax_pipeline.rollout.base import EngineInfo
 
 
@@ -56,7 +57,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _rows(trained: Iterable[str], exported: Iterable[str], engines: Sequence[EngineInfo]) -> list[Row]:
-    wrapped, named = (Counter(_leaf(name) for name in names) for names in (trained, exported))
+    wrapped, named = (Counter(leaf for name in names for leaf in leaves(name)) for names in (trained, exported))
     return [
         Row(leaf, wrapped[leaf], named[leaf], all(leaf in engine.leaf_modules for engine in engines))
         for leaf in sorted(wrapped | named)
@@ -65,17 +66,13 @@ def _rows(trained: Iterable[str], exported: Iterable[str], engines: Sequence[Eng
 
 def _refusals(engine: EngineInfo, modules: Sequence[str]) -> Iterable[str]:
     """Yield why an engine cannot host the adapter."""
-    missing = sorted({_leaf(name) for name in modules} - set(engine.leaf_modules))
+    missing = sorted({leaf for name in modules for leaf in leaves(name)} - set(engine.leaf_modules))
     if missing:
         yield f"has no room for adapters on {', '.join(missing)}; it has for {', '.join(engine.leaf_modules)}"
     if engine.data_parallel_size != 1:
         yield f"has {engine.data_parallel_size} data-parallel replicas, and an adapter reaches one: set it to 1"
     if not engine.expert_adapters and any(".experts." in name for name in modules):
         yield "hosts no adapters on experts; leave linear_fc1 and linear_fc2 out, or set sync.mode to merge"
-
-
-def _leaf(module: str) -> str:
-    return module.rpartition(".")[2]
 
 
 def _some(names: set[str]) -> list[str]:

@@ -2,66 +2,75 @@ from __future__ import annotations
 
 import torch
 
-from relax_pipeline.lora.fold import fold
 from relax_pipeline.lora.names import lora_key
-from relax_pipeline.lora.packed import fold_experts, packed_weight
+from relax_pipeline.lora.packed import leaves, packed_module, packed_shapes, pair, unpacked
 
 EXPERTS, INSIDE, INTERMEDIATE, RANK = 3, 5, 4, 2
 PARENT = "model.layers.1.mlp.experts"
+GATE_UP, DOWN, Q = f"{PARENT}.gate_up_proj", f"{PARENT}.down_proj", "model.layers.1.self_attn.q_proj"
 
 
-def adapter() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    shapes = {
-        "gate_proj": (INTERMEDIATE, INSIDE),
-        "up_proj": (INTERMEDIATE, INSIDE),
-        "down_proj": (INSIDE, INTERMEDIATE),
+def packed() -> dict[str, torch.Tensor]:
+    def counted(*shape: int) -> torch.Tensor:
+        return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+    return {
+        lora_key(GATE_UP, "A"): counted(EXPERTS, RANK, INSIDE),
+        lora_key(GATE_UP, "B"): counted(EXPERTS, 2 * INTERMEDIATE, RANK),
+        lora_key(DOWN, "A"): counted(EXPERTS, RANK, INTERMEDIATE),
+        lora_key(DOWN, "B"): counted(EXPERTS, INSIDE, RANK),
+        lora_key(Q, "A"): counted(RANK, INSIDE),
+        lora_key(Q, "B"): counted(INSIDE, RANK),
     }
-    for expert in range(EXPERTS):
-        for leaf, (outside, inside) in shapes.items():
-            module = f"{PARENT}.{expert}.{leaf}"
-            tensors[lora_key(module, "A")] = torch.randn(RANK, inside, generator=generator)
-            tensors[lora_key(module, "B")] = torch.randn(outside, RANK, generator=generator)
-    return tensors
 
 
-def folded_alone(weight_OI: torch.Tensor, module: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    lora_A_RI, lora_B_OR = tensors[lora_key(module, "A")], tensors[lora_key(module, "B")]
-    return fold(weight_OI, lora_A_RI=lora_A_RI, lora_B_OR=lora_B_OR, scaling=1.5)
+def test_peft_gets_a_pair_for_each_module_of_each_expert() -> None:
+    named = unpacked(packed())
+    assert len(named) == 2 * (3 * EXPERTS + 1)
+    gate_B, up_B = (named[lora_key(f"{PARENT}.2.{leaf}", "B")] for leaf in ("gate_proj", "up_proj"))
+    # Rows of expert 2 begin at 2 * (2 * 4 * 2) = 32; its up_proj four rows of 2 further on.
+    assert gate_B.tolist() == [[32, 33], [34, 35], [36, 37], [38, 39]]
+    assert up_B.tolist() == [[40, 41], [42, 43], [44, 45], [46, 47]]
+    down_A = named[lora_key(f"{PARENT}.1.down_proj", "A")]
+    assert down_A.tolist() == [[8, 9, 10, 11], [12, 13, 14, 15]]
 
 
-def test_gate_lies_above_up_in_each_expert() -> None:
-    weight_EOI, tensors = torch.randn(EXPERTS, 2 * INTERMEDIATE, INSIDE), adapter()
-    folded_EOI = fold_experts(weight_EOI, f"{PARENT}.gate_up_proj", tensors, scaling=1.5)
-    assert folded_EOI is not None
-    for expert in range(EXPERTS):
-        gate, up = (weight_EOI[expert, :INTERMEDIATE], weight_EOI[expert, INTERMEDIATE:])
-        expected = [
-            folded_alone(rows, f"{PARENT}.{expert}.{leaf}", tensors)
-            for rows, leaf in ((gate, "gate_proj"), (up, "up_proj"))
-        ]
-        torch.testing.assert_close(folded_EOI[expert], torch.cat(expected))
+def test_gate_and_up_share_one_first_half() -> None:
+    named = unpacked(packed())
+    gate_A, up_A = (named[lora_key(f"{PARENT}.1.{leaf}", "A")] for leaf in ("gate_proj", "up_proj"))
+    assert gate_A.data_ptr() == up_A.data_ptr()
+    assert gate_A[0].tolist() == [10, 11, 12, 13, 14]
 
 
-def test_down_is_one_matrix_an_expert() -> None:
-    weight_EOI, tensors = torch.randn(EXPERTS, INSIDE, INTERMEDIATE), adapter()
-    folded_EOI = fold_experts(weight_EOI, f"{PARENT}.down_proj", tensors, scaling=1.5)
-    assert folded_EOI is not None
-    for expert in range(EXPERTS):
-        alone = folded_alone(weight_EOI[expert], f"{PARENT}.{expert}.down_proj", tensors)
-        torch.testing.assert_close(folded_EOI[expert], alone)
+def test_a_pair_is_found_by_either_name() -> None:
+    tensors = packed()
+    named = unpacked(tensors)
+    for module in (Q, *(f"{PARENT}.{e}.{leaf}" for e in range(EXPERTS) for leaf in ("gate_proj", "up_proj"))):
+        halves = pair(tensors, module)
+        assert halves is not None
+        assert torch.equal(halves[0], named[lora_key(module, "A")])
+        assert torch.equal(halves[1], named[lora_key(module, "B")])
+    whole = pair(tensors, DOWN)
+    assert whole is not None
+    assert whole[1] is tensors[lora_key(DOWN, "B")]
+    assert pair(tensors, "model.layers.1.mlp.shared_expert.up_proj") is None
+    assert pair(tensors, "model.layers.2.mlp.experts.0.up_proj") is None
 
 
-def test_experts_without_a_delta_are_left_alone() -> None:
-    weight_EOI = torch.zeros(EXPERTS, INSIDE, INTERMEDIATE)
-    untrained = {name: tensor * (".lora_A." in name) for name, tensor in adapter().items()}
-    assert fold_experts(weight_EOI, f"{PARENT}.down_proj", untrained, scaling=1.5) is None
-    assert fold_experts(weight_EOI, "model.layers.2.mlp.experts.down_proj", adapter(), scaling=1.5) is None
-    assert fold_experts(weight_EOI[0], "model.layers.1.mlp.down_proj.weight", adapter(), scaling=1.5) is None
+def test_shapes_of_experts_become_one() -> None:
+    alone = {
+        f"{PARENT}.{expert}.{leaf}": shape
+        for expert in range(EXPERTS)
+        for leaf, shape in (("gate_proj", (4, 5)), ("up_proj", (4, 5)), ("down_proj", (5, 4)))
+    }
+    expected = {GATE_UP: (3, 8, 5), DOWN: (3, 5, 4), Q: (6, 5)}
+    assert packed_shapes(alone | {Q: (6, 5)}) == expected
+    assert packed_shapes(expected) == expected
 
 
-def test_packed_weight_of_an_expert_is_named() -> None:
-    assert packed_weight(f"{PARENT}.2.up_proj") == f"{PARENT}.gate_up_proj"
-    assert packed_weight(f"{PARENT}.0.down_proj") == f"{PARENT}.down_proj"
-    assert packed_weight("model.layers.1.mlp.shared_expert.up_proj") is None
+def test_names_of_experts() -> None:
+    assert packed_module(f"{PARENT}.2.up_proj") == GATE_UP
+    assert packed_module(f"{PARENT}.0.down_proj") == DOWN
+    assert packed_module("model.layers.1.mlp.shared_expert.up_proj") is None
+    assert leaves(GATE_UP) == ("gate_proj", "up_proj")
+    assert leaves(DOWN) == leaves("model.layers.1.mlp.down_proj") == ("down_proj",)

@@ -8,7 +8,8 @@ import torch
 
 from relax_pipeline.errors import AdapterError, EngineError
 from relax_pipeline.lora.fingerprint import fingerprints
-from relax_pipeline.lora.names import adapted_modules, lora_key
+from relax_pipeline.lora.names import HALVES, adapted_modules, lora_key
+from relax_pipeline.lora.packed import leaves
 from relax_pipeline.rollout.sglang.launch import LoraRoom
 from relax_pipeline.types import Adapter
 
@@ -25,13 +26,13 @@ _COMPANIONS = {
 """SGLang fuses these; one without the other is refused by it, or ends it. The last two it does not adapt at all."""
 
 
-def check_adapter(adapter: Adapter, *, room: LoraRoom | None, linears: Mapping[str, tuple[int, int]]) -> None:
+def check_adapter(adapter: Adapter, *, room: LoraRoom | None, linears: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse an adapter that the server could not serve as it is.
 
     Args:
         adapter: In HF names, before `in_sglang_flavour`; its tensors' values are not looked at.
         room: What the server was started with; None: no room for adapters.
-        linears: (out, in) of the linear modules in the model's decoder layers.
+        linears: (out, in) of the linear modules in the model's decoder layers, (experts, out, in) of packed ones.
 
     Raises:
         EngineError: Names the tensor, what it is, and what it would have to be.
@@ -92,19 +93,21 @@ def digests_of(tensors: Mapping[str, torch.Tensor], *, version: int) -> dict[str
     return found.digests
 
 
-def _check_module(module: str, adapter: Adapter, room: LoraRoom, linears: Mapping[str, tuple[int, int]]) -> None:
+def _check_module(module: str, adapter: Adapter, room: LoraRoom, linears: Mapping[str, tuple[int, ...]]) -> None:
     who = f"version {adapter.info.version}"
     parent, _, leaf = module.rpartition(".")
+    missing = set(leaves(module)) - set(room.leaf_modules)
     if module not in linears:
         raise EngineError(f"{who}: this model has no linear module {module} in a decoder layer")
-    if leaf not in room.leaf_modules:
+    if missing:
         raise EngineError(f"{who}: {module} is none of the modules the engine was started for: {room.leaf_modules}")
     companion = _COMPANIONS.get(leaf)
     if companion and f"{parent}.{companion}" not in adapter.info.modules:
         raise EngineError(f"{who}: SGLang hosts {module} only together with {companion}; adapt both or neither")
-    out_features, in_features = linears[module]
-    for half, shape in (("A", (adapter.spec.rank, in_features)), ("B", (out_features, adapter.spec.rank))):
-        key = lora_key(module, "A" if half == "A" else "B")
+    *experts, out_features, in_features = linears[module]
+    shapes = (*experts, adapter.spec.rank, in_features), (*experts, out_features, adapter.spec.rank)
+    for half, shape in zip(HALVES, shapes, strict=True):
+        key = lora_key(module, half)
         if key not in adapter.tensors:
             raise EngineError(f"{who}: {module}'s tensors must be named {key}")
         tensor = adapter.tensors[key]

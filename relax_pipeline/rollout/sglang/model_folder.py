@@ -13,6 +13,7 @@ import torch
 from relax_pipeline.errors import ModelError
 from relax_pipeline.lora.fingerprint import combine_digests, fingerprints
 from relax_pipeline.lora.names import transformers_name
+from relax_pipeline.lora.packed import is_packed, packed_shapes
 from relax_pipeline.safetensors_io.header import TensorInfo, read_header
 from relax_pipeline.safetensors_io.read import read_tensor
 
@@ -38,13 +39,13 @@ class ModelFolder:
         """By tensor name."""
         return {name: tuple(info.shape) for name, info in self.tensors.items()}
 
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return (out, in) by module name, of the linear modules inside decoder layers."""
-        return {
-            name.removesuffix(".weight"): (info.shape[0], info.shape[1])
-            for name, info in self.tensors.items()
-            if name.endswith(".weight") and len(info.shape) == 2 and ".layers." in name
-        }
+    def linear_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return (out, in) of the linear modules inside decoder layers, (experts, out, in) of packed ones."""
+        layers = {name: tuple(info.shape) for name, info in self.tensors.items() if ".layers." in name}
+        matrices = {name for name, shape in layers.items() if name.endswith(".weight") and len(shape) == 2}
+        return packed_shapes(
+            {name.removesuffix(".weight"): s for name, s in layers.items() if name in matrices or is_packed(name)}
+        )
 
     def digest(self, dtype: torch.dtype) -> str:
         """Return `EngineInfo.base_tensors_digest` of a server that loads this folder in a dtype."""

@@ -14,9 +14,9 @@ from relax_pipeline.lora.adapter import make_adapter, write_adapter
 from relax_pipeline.lora.fingerprint import combine_digests, fingerprints
 from relax_pipeline.lora.fold import fold
 from relax_pipeline.lora.gates import adapted_gates
-from relax_pipeline.lora.names import adapted_modules, lora_key
+from relax_pipeline.lora.names import adapted_modules
 from relax_pipeline.lora.norms import delta_norms
-from relax_pipeline.lora.packed import fold_experts, packed_weight
+from relax_pipeline.lora.packed import leaves, packed_module, pair, unpacked
 from relax_pipeline.lora.warm_start import read_warm_start
 from relax_pipeline.safetensors_io.identity import model_digest
 from relax_pipeline.trainer.base import Bucket, Payload, TrainerInfo
@@ -83,7 +83,7 @@ class Exports:
         """
         if self._spec is None:
             return lambda: None
-        tensors = {name: tensor.cpu() for name, tensor in self._full_precision(version).items()}
+        tensors = unpacked({name: tensor.cpu() for name, tensor in self._full_precision(version).items()})
 
         def write() -> None:
             path = self._config.model.path
@@ -126,15 +126,16 @@ class Exports:
         digests = fingerprints(content).digests
         return Bucket(digests, sum(tensor.nbytes for tensor in content.values()), int(num_unmoved), num_folded, content)
 
-    def read_warm_start(self, folder: Path) -> dict[str, torch.Tensor]:
-        """Return, on all ranks, the adapter in a folder that rank 0 sees.
+    def read_warm_start(self, folder: Path, version: int) -> dict[str, torch.Tensor]:
+        """Return, on all ranks, the adapter in a folder that rank 0 sees, in PEFT's names.
 
         Raises:
             AdapterError: As `read_warm_start`, on all ranks.
         """
         spec, base = self._spec, Path(self._config.model.path)
         assert spec is not None, "lora.start_from needs an adapter"
-        return self._ranks.on_first(lambda: read_warm_start(folder, spec=spec, modules=self.info.modules, base=base))
+        modules = adapted_modules(unpacked(self._full_precision(version)))
+        return self._ranks.on_first(lambda: read_warm_start(folder, spec=spec, modules=modules, base=base))
 
     def norms(self, version: int) -> dict[str, float]:
         """Return the Frobenius norm of the delta per leaf name."""
@@ -160,13 +161,10 @@ class Exports:
         """Return the weight with its delta, or None where it has none."""
         if self._spec is None:
             return None
-        module = name.removesuffix(".weight")
-        lora_A, lora_B = adapter.get(lora_key(module, "A")), adapter.get(lora_key(module, "B"))
-        if lora_A is None or lora_B is None:
-            return fold_experts(weight, name, adapter, scaling=self._spec.scaling)
-        if not lora_B.any():
+        halves = pair(adapter, name.removesuffix(".weight"))
+        if halves is None or not halves[1].any():
             return None
-        lora_A, lora_B = lora_A.to(weight.device), lora_B.to(weight.device)
+        lora_A, lora_B = (half.to(weight.device) for half in halves)
         return fold(weight, lora_A_RI=lora_A, lora_B_OR=lora_B, scaling=self._spec.scaling)
 
     def _read_base(self) -> tuple[dict[str, str], list[Weight]]:
@@ -185,12 +183,13 @@ class Exports:
             return None, ()
         keys = self._full_precision(0)
         modules = self._ranks.on_first(lambda: adapted_modules(keys))
-        leaves = tuple(sorted({name.rpartition(".")[2] for name in modules}))
-        return AdapterSpec(lora.rank, lora.alpha, leaves, lora.dropout), modules
+        targets = tuple(sorted({leaf for name in modules for leaf in leaves(name)}))
+        return AdapterSpec(lora.rank, lora.alpha, targets, lora.dropout), modules
 
     def _refuse_gaps(self, modules: Sequence[str], names: set[str]) -> None:
         """Every adapter must belong to a weight that is exported, or merging would lose it."""
-        lost = [module for module in modules if names.isdisjoint({f"{module}.weight", module, packed_weight(module)})]
+        names |= {packed for name in names if (packed := packed_module(name.removesuffix(".weight")))}
+        lost = [module for module in modules if names.isdisjoint({f"{module}.weight", module})]
         if lost:
             raise ModelError(f"{len(lost)} adapters have no weight of that name in the export, e.g. {lost[:3]}")
 

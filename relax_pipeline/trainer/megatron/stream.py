@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from relax_pipeline.lora.names import PEFT_PREFIX, transformers_name
+from relax_pipeline.lora.names import PEFT_PREFIX, Half, lora_key, transformers_name
+from relax_pipeline.lora.packed import packed_module
 from relax_pipeline.safetensors_io.header import TensorInfo
 from relax_pipeline.safetensors_io.read import read_tensor
 from relax_pipeline.trainer.megatron.model import Model
@@ -32,7 +33,7 @@ class Weight:
 def adapter_tensors(model: Model, *, keep: bool) -> dict[str, torch.Tensor]:
     """Return copies, on the device, of the whole adapter by HF-PEFT name; all ranks together, and only some keep it.
 
-    A fused module's lora_A appears under each of the HF modules it stands for.
+    A fused module's lora_A appears under each of the HF modules it stands for; a layer's experts are packed.
     """
     tensors = {}
     for name, tensor in each_adapter_tensor(model):
@@ -43,9 +44,36 @@ def adapter_tensors(model: Model, *, keep: bool) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def each_adapter_tensor(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the whole adapter by HF-PEFT name, on the device, maybe the model's own; all ranks together."""
-    for weight in model.bridge.export_adapter_weights(model.chunks, cpu=False, show_progress=False):
+    """Yield the whole adapter by HF-PEFT name, on the device, maybe the model's own; all ranks together.
+
+    A layer's experts are one tensor, as `lora.packed` describes; Megatron-Bridge would name them one by one.
+    """
+    conversions = model.bridge._model_bridge  # the public way to it knows no tasks
+    tasks = [task for tasks in conversions.build_adapter_conversion_tasks(model.chunks).values() for task in tasks]
+    grouped = [task for task in tasks if ".mlp.experts." in task.global_base_prefix]
+    for weight in conversions.stream_adapter_weights_megatron_to_hf(
+        model.chunks,
+        cpu=False,
+        show_progress=False,
+        exclude_adapter_base_prefixes=[task.global_base_prefix for task in grouped],
+    ):
         yield f"{PEFT_PREFIX}{_name(weight.param_name, model)}", weight.weight.detach()
+    for task in grouped:
+        yield from _grouped_experts(model, task)
+
+
+def _grouped_experts(model: Model, task: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield both halves of the adapters of a layer's experts, gathered from the ranks that share them."""
+    conversions = model.bridge._model_bridge
+    (materialized,) = conversions.materialize_adapter_weights([task])
+    mapping = conversions.mapping_registry().megatron_to_hf_lookup(f"{task.global_base_prefix}.weight0")
+    names = mapping.hf_param.values() if isinstance(mapping.hf_param, dict) else [mapping.hf_param]
+    name = _name(next(iter(names)).removesuffix(".weight"), model)
+    halves: tuple[tuple[Half, Any], ...] = (("A", materialized.linear_in_weight), ("B", materialized.linear_out_weight))
+    for half, weight in halves:
+        tensor = weight.weight.detach()
+        shares = conversions._gather_expert_adapter_weight(tensor)
+        yield lora_key(packed_module(name) or name, half), tensor if shares is None else torch.cat(shares)
 
 
 class WeightStream:

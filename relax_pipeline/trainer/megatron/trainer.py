@@ -161,7 +161,9 @@ class MegatronTrainer:
     def start_from(self, folder: Path) -> None:
         """See `Trainer.start_from`."""
         with self._machine():
-            load_adapter(self._exports.read_warm_start(folder), self._model, self._optimizer, self._ranks)
+            load_adapter(
+                self._exports.read_warm_start(folder, self._updates), self._model, self._optimizer, self._ranks
+            )
         self._exports.forget()
 
     def close(self) -> None:

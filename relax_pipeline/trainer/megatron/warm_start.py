@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from relax_pipeline.errors import AdapterError
+from relax_pipeline.lora.packed import unpacked
 from relax_pipeline.trainer.megatron.model import Model
 from relax_pipeline.trainer.megatron.optimizer import MasterOptimizer
 from relax_pipeline.trainer.megatron.parallel import Ranks
@@ -22,7 +23,7 @@ def load_adapter(tensors: Mapping[str, torch.Tensor], model: Model, optimizer: M
     of that name and place belongs; what the export shows twice, as the lora_A of q, k and v, must be given alike.
 
     Args:
-        tensors: A whole adapter in float32, with the names of the export.
+        tensors: A whole adapter in float32, in PEFT's names.
 
     Raises:
         AdapterError: On all ranks: a tensor has another shape, or modules that Megatron fuses differ in their lora_A.
@@ -31,8 +32,9 @@ def load_adapter(tensors: Mapping[str, torch.Tensor], model: Model, optimizer: M
     first, values_N = sum(counts[: ranks.rank]), torch.full((counts[ranks.rank],), torch.nan)
     problems: list[str] = []
     with optimizer.held_in(model.chunks, _numbered(optimizer, first)):
-        for name, numbers in each_adapter_tensor(model):
-            problems += _place(name, numbers, tensors[name], first, values_N)
+        for exported, packed in each_adapter_tensor(model):
+            for name, numbers in unpacked({exported: packed}).items():
+                problems += _place(name, numbers, tensors[name], first, values_N)
     if found := [problem for part in ranks.gather(problems[:1]) for problem in part]:
         raise AdapterError(f"lora.start_from: {found[0]}")
     assert not values_N.isnan().any(), "the export leaves a part of the adapter out"
