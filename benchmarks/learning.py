@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "deployments" / "recipes"
 ADAPTER, MERGE = ("sync.mode=adapter",), ("sync.mode=merge",)
 FULL = ("lora.rank=0", "sync.mode=merge", "optimizer.learning_rate=2e-6")
+AHEAD = (*ADAPTER, "rollout.staleness=1")
 FSDP, MEGATRON = ("trainer.kind=fsdp",), ("trainer.kind=megatron",)
 HF, SGLANG = ("engine.kind=hf", "engine.batch_size=512"), ("engine.kind=sglang",)
 VARIANTS: Mapping[str, tuple[str, ...]] = {
@@ -38,7 +39,9 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
     "fsdp-sglang-full": FSDP + SGLANG + FULL,
     "megatron-hf-adapter": MEGATRON + HF + ADAPTER,
     "megatron-sglang-adapter": MEGATRON + SGLANG + ADAPTER,
+    "megatron-sglang-ahead": MEGATRON + SGLANG + AHEAD,
     "megatron-sglang-merge": MEGATRON + SGLANG + MERGE,
+    "megatron-sglang-full": MEGATRON + SGLANG + FULL,
 }
 PHASES = ("generate", "score", "train", "sync", "save", "step")
 

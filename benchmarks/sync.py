@@ -93,7 +93,12 @@ def run_config(options: argparse.Namespace, mode: Mode, transport: str) -> RunCo
         "trainer": {"kind": options.trainer},
         "rollout": {"staleness": 0},
         "engine": engine,
-        "sync": {"mode": mode, "transport": transport, "timeout_seconds": 600},
+        "sync": {
+            "mode": mode,
+            "transport": transport,
+            "timeout_seconds": 600,
+            "probe_tolerance": 1.0 if cuda else None,
+        },
         "cluster": {"colocate": cuda and options.gpus == 1, "num_gpus": options.gpus if cuda else 0},
     }
     return for_check(RunConfig.model_validate(values), mode)
