@@ -9,9 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from relax_pipeline.fused import fused
+
 # N rows of logits, R wanted ones, C a few of those; V this process's columns of the vocabulary, W ranks that share it
-_CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
-"""Logits in full precision that live at one time: few enough for a CPU's cache, enough to keep a GPU busy."""
+_CHUNK_ELEMENTS = {"cpu": 1 << 22}
+"""Logits in full precision that live at one time: few enough for a CPU's cache. A GPU's kernels write none of them."""
+_IMPOSSIBLE = -1e4
+"""Stands for the logarithm of 0: its exponential is 0, and so is the product of both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,25 +75,22 @@ class _TokenLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        temperature_ = logits_NV.new_full((), temperature, dtype=_precision(logits_NV))
         # Among the columns here: log of the sum of exp(logit), logprob of the token where it is here, and entropy.
         own_3R = logits_NV.new_zeros((3, len(rows_R)), dtype=_precision(logits_NV))
         for span in _spans(logits_NV, rows_R):
-            log_probs_CV = _log_probs(logits_NV, rows_R[span], real, temperature)
+            best_C, log_sum_C, own_3R[2, span] = sums(logits_NV[:, :real], rows_R[span], temperature_)
+            own_3R[0, span] = best_C + log_sum_C
             here_C, column_C = _held(columns_R[span], real)
-            logprob_C = log_probs_CV.gather(-1, column_C[:, None])[:, 0]
-            best_C = log_probs_CV.argmax(dim=-1)
-            logit_C = logits_NV[rows_R[span], best_C].to(own_3R.dtype) / temperature
-            own_3R[0, span] = logit_C - log_probs_CV.gather(-1, best_C[:, None])[:, 0]
-            own_3R[1, span] = logprob_C.where(here_C, -torch.inf)
-            if with_entropy:
-                own_3R[2, span] = torch.special.entr(log_probs_CV.exp_()).sum(dim=-1)
+            logit_C = logits_NV[rows_R[span], column_C].to(own_3R.dtype) / temperature_
+            own_3R[1, span] = (logit_C - best_C - log_sum_C).where(here_C, -torch.inf)
         all_W3R = _over_ranks(own_3R, group)
-        shares_WR = all_W3R[:, 0] - all_W3R[:, 0].logsumexp(dim=0)  # log of each rank's share of the probability
+        total_R = all_W3R[:, 0].logsumexp(dim=0)
+        shares_WR = all_W3R[:, 0] - total_R  # log of each rank's share of the probability
         logprobs_R = (all_W3R[:, 1] + shares_WR).amax(dim=0)
         entropy_R = (shares_WR.exp() * (all_W3R[:, 2] - shares_WR)).sum(dim=0) if with_entropy else None
-        share_R = shares_WR[dist.get_rank(group) if group else 0]
-        ctx.save_for_backward(logits_NV, rows_R, columns_R, share_R, entropy_R)
-        ctx.temperature, ctx.real = temperature, real
+        ctx.save_for_backward(logits_NV, rows_R, columns_R, total_R, entropy_R, temperature_)
+        ctx.real = real
         ctx.set_materialize_grads(False)
         return logprobs_R, entropy_R
 
@@ -99,32 +100,60 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs_R: torch.Tensor | None, grad_entropy_R: torch.Tensor | None
     ) -> tuple[torch.Tensor, None, None, None, None, None, None]:
         """d logprob / d z_j = [j is the token] - p_j; d entropy / d z_j = -p_j log p_j - p_j entropy."""
-        logits_NV, rows_R, columns_R, share_R, entropy_R = ctx.saved_tensors
-        pull_R = torch.zeros_like(share_R) if grad_logprobs_R is None else grad_logprobs_R / ctx.temperature
+        logits_NV, rows_R, columns_R, total_R, entropy_R, temperature = ctx.saved_tensors
+        zeros_R = torch.zeros_like(total_R)
+        pull_R = zeros_R if grad_logprobs_R is None else grad_logprobs_R / temperature
+        entropy_pull_R = zeros_R if grad_entropy_R is None else grad_entropy_R / temperature
+        shared_pull_R = pull_R if grad_entropy_R is None else pull_R + entropy_R * entropy_pull_R
         grad_logits_NV = torch.zeros_like(logits_NV)
+        logits_NV, grad_NV = logits_NV[:, : ctx.real], grad_logits_NV[:, : ctx.real]
         for span in _spans(logits_NV, rows_R):
-            log_probs_CV = _log_probs(logits_NV, rows_R[span], ctx.real, ctx.temperature)
-            probs_CV = log_probs_CV.add_(share_R[span, None]).exp_()
-            here_C, column_C = _held(columns_R[span], ctx.real)
-            pull_C1 = pull_R[span, None]
-            if grad_entropy_R is None:
-                grad_CV = probs_CV.mul_(-pull_C1)
-            else:
-                entropy_pull_C1 = grad_entropy_R[span, None] / ctx.temperature
-                grad_CV = torch.special.entr(probs_CV).mul_(entropy_pull_C1)
-                grad_CV -= probs_CV.mul_(pull_C1 + entropy_R[span, None] * entropy_pull_C1)
-            grad_CV.scatter_add_(-1, column_C[:, None], pull_C1.where(here_C[:, None], 0.0))
-            grad_logits_NV[rows_R[span], : ctx.real] = grad_CV.to(grad_logits_NV.dtype)
+            rows_C, (here_C, column_C) = rows_R[span], _held(columns_R[span], ctx.real)
+            factors = total_R[span, None], shared_pull_R[span, None], entropy_pull_R[span, None]
+            write_gradients(grad_NV, logits_NV, rows_C, temperature, *factors)
+            token_C1 = gradients(logits_NV[rows_C, column_C][:, None], temperature, *factors)
+            grad_NV[rows_C, column_C] = (token_C1[:, 0] + pull_R[span].where(here_C, 0)).to(grad_NV.dtype)
         return grad_logits_NV, None, None, None, None, None, None
 
 
-def _log_probs(logits_NV: torch.Tensor, rows_C: torch.Tensor, real: int, temperature: float) -> torch.Tensor:
-    """Return log probabilities [C, real] among the columns here alone, in full precision."""
-    precision = _precision(logits_NV)
-    logits_CV = logits_NV[rows_C, :real]
-    if temperature != 1:
-        logits_CV = logits_CV.to(precision).div_(temperature)
-    return logits_CV.log_softmax(dim=-1, dtype=precision)
+@fused
+def sums(
+    logits_NV: torch.Tensor, rows_C: torch.Tensor, temperature: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return of each row the largest of z = logits / temperature, log(sum(exp(z - largest))), and the entropy.
+
+    Args:
+        logits_NV: Columns that take part.
+        rows_C: Rows that are wanted.
+        temperature: 0-D, of the precision to compute in.
+    """
+    z_CV = logits_NV[rows_C].to(temperature.dtype).div_(temperature)
+    best_C = z_CV.amax(dim=-1)
+    z_CV.sub_(best_C[:, None]).clamp_(min=_IMPOSSIBLE)
+    weights_CV = z_CV.exp()
+    sum_C = weights_CV.sum(dim=-1)
+    log_sum_C = sum_C.log()
+    return best_C, log_sum_C, log_sum_C - weights_CV.mul_(z_CV).sum(dim=-1) / sum_C
+
+
+@fused
+def write_gradients(
+    grad_NV: torch.Tensor, logits_NV: torch.Tensor, rows_C: torch.Tensor, *factors: torch.Tensor
+) -> None:
+    """Fill in these rows what `gradients` returns of the logits' rows."""
+    grad_NV[rows_C] = gradients(logits_NV[rows_C], *factors).to(grad_NV.dtype)
+
+
+def gradients(
+    logits_CV: torch.Tensor,
+    temperature: torch.Tensor,
+    total_C1: torch.Tensor,
+    pull_C1: torch.Tensor,
+    entropy_pull_C1: torch.Tensor,
+) -> torch.Tensor:
+    """Return -p (pull + entropy_pull log p), where log p = logits / temperature - total."""
+    log_probs_CV = (logits_CV.to(temperature.dtype) / temperature).sub_(total_C1).clamp_(min=_IMPOSSIBLE)
+    return torch.addcmul(pull_C1, entropy_pull_C1, log_probs_CV).mul_(log_probs_CV.exp_()).neg_()
 
 
 def _held(columns_C: torch.Tensor, real: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,6 +176,7 @@ def _precision(logits: torch.Tensor) -> torch.dtype:
 
 def _spans(logits_NV: torch.Tensor, rows_R: torch.Tensor) -> Iterator[slice]:
     """Cut the wanted rows so that each cut's logits are few enough, or one row's."""
-    step = max(1, _CHUNK_ELEMENTS[logits_NV.device.type] // logits_NV.shape[-1])
+    elements = _CHUNK_ELEMENTS.get(logits_NV.device.type, logits_NV.numel())
+    step = max(1, elements // logits_NV.shape[-1])
     for start in range(0, len(rows_R), step):
         yield slice(start, start + step)

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from relax_pipeline.fused import fused
 from relax_pipeline.trainer.megatron.context import Share, positions
 
 # N of this rank's tokens, H heads, D head size, F frequencies: half of what is rotated of a head
@@ -56,16 +57,17 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NHD: torch.Tensor, cos_N1F: torch.Tensor, sin_N1F: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos_N1F, sin_N1F)
-        return _rotate(x_NHD, cos_N1F, sin_N1F)
+        return rotate(x_NHD, cos_N1F, sin_N1F)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_NHD: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos_N1F, sin_N1F = ctx.saved_tensors
-        return _rotate(grad_NHD, cos_N1F, -sin_N1F), None, None
+        return rotate(grad_NHD, cos_N1F, -sin_N1F), None, None
 
 
-def _rotate(x_NHD: torch.Tensor, cos_N1F: torch.Tensor, sin_N1F: torch.Tensor) -> torch.Tensor:
+@fused
+def rotate(x_NHD: torch.Tensor, cos_N1F: torch.Tensor, sin_N1F: torch.Tensor) -> torch.Tensor:
     """Rotate column f of each head with column f + F, and leave those from 2 F on as they are."""
     half = cos_N1F.shape[-1]
     first, second = x_NHD[..., :half], x_NHD[..., half : 2 * half]

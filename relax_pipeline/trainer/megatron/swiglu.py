@@ -1,6 +1,6 @@
 """SwiGLU that keeps its input only: a fifth of a step's memory less than Megatron's, which keeps both factors, too.
 
-Megatron's fused one is compiled, anew for every shape, and packed micro-batches differ in theirs.
+Megatron's fused one is compiled anew for every length, and packed micro-batches differ in theirs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import torch
 from torch.nn import functional
+
+from relax_pipeline.fused import fused
 
 
 def swiglu(x: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> torch.Tensor:
@@ -25,16 +27,25 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        gate, linear = x.chunk(2, dim=-1)
-        return functional.silu(gate).mul_(linear)
+        return activate(x.flatten(0, -2)).view(*x.shape[:-1], x.shape[-1] // 2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
-        gate, linear = x.chunk(2, dim=-1)
-        grad_x = torch.empty_like(x)
-        grad_gate, grad_linear = grad_x.chunk(2, dim=-1)
-        torch.mul(functional.silu(gate), grad, out=grad_linear)
-        torch.ops.aten.silu_backward.grad_input(grad * linear, gate, grad_input=grad_gate)
-        return grad_x
+        return pull_back(x.flatten(0, -2), grad.flatten(0, -2)).view_as(x)
+
+
+@fused
+def activate(x_NJ: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * linear, [N, J / 2]."""
+    gate, linear = x_NJ.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(linear)
+
+
+@fused
+def pull_back(x_NJ: torch.Tensor, grad_NI: torch.Tensor) -> torch.Tensor:
+    """Return the gradient [N, J] of x, where `activate(x)` has this one."""
+    gate, linear = x_NJ.chunk(2, dim=-1)
+    grad_gate = torch.ops.aten.silu_backward(grad_NI * linear, gate)
+    return torch.cat((grad_gate, functional.silu(gate) * grad_NI), dim=-1)
