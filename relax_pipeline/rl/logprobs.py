@@ -39,8 +39,9 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return logprobs_R and entropy_R in nats, of softmax(logits / temperature) over the whole vocabulary.
 
-    Computed in float32 (float64 logits: in float64), a few rows at a time in both directions. The logits are neither
-    copied nor changed; the backward pass allocates only their gradient. Ranks exchange one message, forwards only.
+    Computed in float32 (float64 logits: in float64), on a CPU a few rows at a time, on a GPU by a kernel that writes
+    none of it to memory. The logits are neither copied nor changed; the backward pass allocates only their gradient.
+    Ranks exchange one message, forwards only.
 
     Args:
         logits_NV: This process's columns.
@@ -62,7 +63,7 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Keeps each rank's share of the probability and recomputes the rest; autograd would keep copies of the logits."""
+    """Keeps the log of the sum of exp(logit) and recomputes the rest; autograd would keep copies of the logits."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position
