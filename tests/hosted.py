@@ -88,3 +88,9 @@ def scripted(request: ScoreRequest) -> float:
     if request.completion == "crash":
         os._exit(1)
     return float(request.completion)
+
+
+def leisurely(request: ScoreRequest) -> float:
+    """Count digits, and leave the CPU to others for a while."""
+    time.sleep(0.03)
+    return float(sum(map(str.isdigit, request.completion)))

@@ -45,6 +45,7 @@ class Platform:
             "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5",
             "PREFECT_WORKER_QUERY_SECONDS": "2",
             "RELAX_HOME": str(REPOSITORY),
+            "PYTHONPATH": str(REPOSITORY / "tests"),  # for scorers
             "DO_NOT_TRACK": "1",
             "OMP_NUM_THREADS": "1",
         }
@@ -64,7 +65,7 @@ class Platform:
 
     def start_server(self) -> None:
         self._spawn("server", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
-        wait_for(self._is_up, "the server to start", seconds=120)
+        wait_for(self._is_up, "the server to start", seconds=300)
 
     def start_worker(self, pool: str) -> None:
         self._spawn(pool, "prefect", "worker", "start", "--pool", pool, "--name", pool)
