@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
-from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_SERVER_API_PORT, temporary_settings
 
 from relax_pipeline.errors import ConfigError
 
@@ -104,8 +104,8 @@ def _end_with_parent() -> None:
 
 
 def _free_port() -> int:
-    """Return Prefect's usual port where it is free, else any."""
-    for port in (4200, 0):
+    """Return the port of Prefect's settings, usually 4200, where it is free; else any."""
+    for port in (PREFECT_SERVER_API_PORT.value(), 0):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

@@ -20,13 +20,18 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 @pytest.fixture(scope="session")
 def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a Prefect server of the test session's own; it is in the environment for sub-processes."""
+    home = tmp_path_factory.mktemp("prefect")
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PREFECT_API_URL", raising=False)
-        patch.setenv("PREFECT_HOME", str(tmp_path_factory.mktemp("prefect")))
+        patch.setenv("PREFECT_HOME", str(home))
         patch.setenv("PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL", "WARNING")
+        from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_SERVER_API_PORT, temporary_settings
+
         from flows.local_server import prefect_server
 
-        with prefect_server() as url:
+        # Prefect may have read the environment already. Any port: another pytest process may start a server meanwhile.
+        ours = {PREFECT_HOME: home, PREFECT_SERVER_API_PORT: 0}
+        with temporary_settings(ours, restore_defaults={PREFECT_API_URL}), prefect_server() as url:
             patch.setenv("PREFECT_API_URL", url)
             yield url
 
