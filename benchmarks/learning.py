@@ -26,7 +26,7 @@ from relax_pipeline.metrics.svg import line_chart
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "deployments" / "recipes"
 ADAPTER, MERGE = ("sync.mode=adapter",), ("sync.mode=merge",)
-FULL = ("lora.rank=0", "sync.mode=merge", "optimizer.learning_rate=2e-6")
+FULL = ("lora.rank=0", "sync.mode=merge", "optimizer.learning_rate=5e-6")
 AHEAD = (*ADAPTER, "rollout.staleness=1")
 FSDP, MEGATRON = ("trainer.kind=fsdp",), ("trainer.kind=megatron",)
 HF, SGLANG = ("engine.kind=hf", "engine.batch_size=512"), ("engine.kind=sglang",)

@@ -91,7 +91,9 @@ def _looked_at_in_threads(tensors: Mapping[str, torch.Tensor]) -> dict[str, tupl
         return {name: one(tensors[name]) for name in names}
 
     by_size = sorted(tensors, key=lambda name: tensors[name].nbytes)
-    workers = min(8, os.cpu_count() or 1)
+    workers = min(8, os.cpu_count() or 1, len(by_size))
+    if workers == 1:
+        return some(by_size)
     with ThreadPoolExecutor(workers) as threads:
         shares = threads.map(some, [by_size[worker::workers] for worker in range(workers)])
         return {name: found for share in shares for name, found in share.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,12 @@ def read_header(file: Path) -> Header:
     tensors = sorted((_tensor_info(file, name, entry, data_start) for name, entry in entries.items()), key=_file_order)
     _check_extent(file, tensors, data_start, size)
     return Header(tuple(tensors), metadata, prefix + text)
+
+
+def folder_tensors(folder: Path) -> Iterator[TensorInfo]:
+    """Yield what all safetensors files of a folder hold; raises as `read_header`."""
+    for file in sorted(folder.glob("*.safetensors")):
+        yield from read_header(file).tensors
 
 
 def build_header(tensors: Iterable[TensorInfo], metadata: Mapping[str, str]) -> Header:

@@ -14,7 +14,7 @@ from relax_pipeline.errors import ModelError
 from relax_pipeline.lora.fingerprint import combine_digests, fingerprints
 from relax_pipeline.lora.names import transformers_name
 from relax_pipeline.lora.packed import is_packed, packed_shapes
-from relax_pipeline.safetensors_io.header import TensorInfo, read_header
+from relax_pipeline.safetensors_io.header import TensorInfo, folder_tensors
 from relax_pipeline.safetensors_io.read import read_tensor
 
 _HEAD = "lm_head.weight"
@@ -66,11 +66,10 @@ def read_model_folder(folder: Path) -> ModelFolder:
     Raises:
         ModelError: The folder holds no config.json or no safetensors.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not (folder / "config.json").is_file() or not files:
+    stored = [info for info in folder_tensors(folder) if not info.name.startswith(_DRAFTING)]
+    if not (folder / "config.json").is_file() or not stored:
         raise ModelError(f"model.path {folder} is no Hugging Face checkpoint: it lacks config.json or *.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    stored = [info for file in files for info in read_header(file).tensors if not info.name.startswith(_DRAFTING)]
     tensors = {transformers_name(info.name) if "vision_config" in config else info.name: info for info in stored}
     if config.get("tie_word_embeddings"):
         tensors.pop(_HEAD, None)

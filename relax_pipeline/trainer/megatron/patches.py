@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
 from megatron.bridge.peft import module_matcher
 from megatron.bridge.peft import utils as peft_utils
 from megatron.bridge.peft.lora_layers import LoRALinear
@@ -19,10 +20,12 @@ from torch.overrides import TorchFunctionMode
 from relax_pipeline.trainer.megatron import delta_net, lora_forward, swiglu
 from relax_pipeline.trainer.megatron.compat import HAS_DELTA_KERNELS, Patch, patched
 from relax_pipeline.trainer.megatron.experts import PortableColumnGroupedLinear, PortableRowGroupedLinear
+from relax_pipeline.trainer.megatron.reading import load_tensors
 from relax_pipeline.trainer.megatron.rotary import rotate_packed
 
 _CPU = torch.device("cpu")
 FASTER = [
+    Patch(SafeTensorsStateSource, "load_tensors", load_tensors, "it parses a file's header for each tensor"),
     Patch(rope_utils, "_apply_rotary_pos_emb_thd", rotate_packed, "it goes through the sequences one by one"),
     Patch(LoRALinear, "forward", lora_forward.forward, "it scales an adapter's output and adds it apart"),
     *(

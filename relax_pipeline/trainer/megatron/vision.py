@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.transformer.module import MegatronModule
 
 from relax_pipeline.lora.scope import in_vision_region
-from relax_pipeline.safetensors_io.header import TensorInfo, read_header
+from relax_pipeline.safetensors_io.header import TensorInfo, folder_tensors
 
 
 class LanguagePart(MegatronModule):  # type: ignore[misc]
@@ -52,5 +52,4 @@ def sees(provider: Any) -> bool:
 
 def vision_tensors(folder: Path) -> tuple[TensorInfo, ...]:
     """Return where the weights of the vision part lie."""
-    tensors = (info for file in sorted(folder.glob("*.safetensors")) for info in read_header(file).tensors)
-    return tuple(info for info in tensors if in_vision_region(info.name))
+    return tuple(info for info in folder_tensors(folder) if in_vision_region(info.name))
