@@ -9,8 +9,8 @@ READY := .venv/.ready
 demo: $(READY)  ## Train, kill, resume, merge, publish: the whole pipeline in minutes, on a CPU
 	$(BIN)/python deployments/demo/run.py
 
-test: $(READY)  ## All tests, slow ones included
-	$(BIN)/pytest
+test: $(READY)  ## All tests, slow ones included, two files at a time
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)  ## What pre-commit and CI check
 	$(BIN)/ruff check
