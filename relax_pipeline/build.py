@@ -23,8 +23,9 @@ from relax_pipeline.plan import make_plan
 from relax_pipeline.processes import open_cluster, open_processes
 from relax_pipeline.remote.scoring import ScoringWorkers
 from relax_pipeline.rollout.pool import EnginePool
-from relax_pipeline.session.collect import Collector, Sampler
+from relax_pipeline.session.collect import Collector
 from relax_pipeline.session.evaluate import Evaluation
+from relax_pipeline.session.sampler import Sampler
 from relax_pipeline.session.session import TrainingSession
 from relax_pipeline.storage.files import write_atomic
 from relax_pipeline.types import DataPosition, SamplingParams

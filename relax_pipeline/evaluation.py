@@ -15,8 +15,8 @@ from relax_pipeline.errors import ConfigError
 from relax_pipeline.inputs import load_tokenizer
 from relax_pipeline.processes import open_cluster, open_processes
 from relax_pipeline.remote.scoring import ScoringWorkers
-from relax_pipeline.session.collect import Sampler
 from relax_pipeline.session.evaluate import answer_held_out
+from relax_pipeline.session.sampler import Sampler
 
 
 def evaluate_checkpoint(

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Literal
 
 from relax_pipeline.errors import EngineError
 from relax_pipeline.rollout.base import Engine, EngineInfo
+from relax_pipeline.rollout.deal import Deal, More, no_more
 from relax_pipeline.rollout.gate import Gate
 from relax_pipeline.types import Completion, GenerateRequest
 
@@ -84,7 +84,12 @@ class EnginePool:
                 slot.failure = str(error)
 
     def generate(
-        self, requests: Sequence[GenerateRequest], *, version: int | None, heal: Callable[[], None]
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        version: int | None,
+        heal: Callable[[], None],
+        more: More = no_more,
     ) -> list[Completion]:
         """Sample one completion a request.
 
@@ -92,32 +97,25 @@ class EnginePool:
             requests: In order; neighbours share a chunk.
             version: Policy version to sample from; None: whichever is served when a chunk starts.
             heal: Called when no engine is left; brings at least one back, or raises.
+            more: Told of completions as they arrive, by their request's place, while others are sampled; returns
+                batches of further requests, whose places follow in order.
 
         Raises:
             EngineError: No engine could be brought back, or the pool is closed.
         """
-        size = min(self._chunk_size, -(-len(requests) // len(self.slots)))
-        chunks = [requests[start : start + size] for start in range(0, len(requests), size)]
-        results: dict[int, list[Completion]] = {}
-        while len(results) < len(chunks):
+        deal = Deal(requests, min(self._chunk_size, -(-len(requests) // len(self.slots))))
+        while not deal.is_done:
             self._refuse_if_closed()
             if not self.ready():
                 heal()
-            todo: SimpleQueue[int] = SimpleQueue()
-            for number in range(len(chunks)):
-                if number not in results:
-                    todo.put(number)
             ready = self.ready()
-            streams = min(self._streams, todo.qsize())
+            streams = min(self._streams, deal.begin())
             with ThreadPoolExecutor(max(1, len(ready) * streams)) as threads:
-                work = [
-                    threads.submit(self._serve, slot, chunks, todo, results, version)
-                    for _ in range(streams)
-                    for slot in ready
-                ]
+                work = [threads.submit(self._serve, slot, deal, version) for _ in range(streams) for slot in ready]
+                deal.attend(len(work), more)
             for future in work:
                 future.result()
-        return [completion for number in range(len(chunks)) for completion in results[number]]
+        return deal.completions()
 
     def drained(self) -> AbstractContextManager[None]:
         """Hold back new chunks, wait for those in flight, and keep the engines idle inside this block."""
@@ -151,35 +149,36 @@ class EnginePool:
             except EngineError as error:
                 self.quarantine(slot, str(error))
 
-    def _serve(
-        self,
-        slot: Slot,
-        chunks: Sequence[Sequence[GenerateRequest]],
-        todo: SimpleQueue[int],
-        results: dict[int, list[Completion]],
-        version: int | None,
-    ) -> None:
-        """Do chunks on one engine until none is left or the engine fails."""
+    def _serve(self, slot: Slot, deal: Deal, version: int | None) -> None:
+        """Do chunks on one engine until there will be no more or the engine is lost."""
         engine = slot.engine
-        while slot.failure is None and slot.engine is engine:
-            try:
-                number = todo.get_nowait()
-            except Empty:
-                return
-            with self._gate.passed():
-                wanted = self.serving_version if version is None else version
-                try:
-                    completions = engine.generate(chunks[number], version=wanted)
-                except EngineError as error:
-                    self._lose(slot, engine, str(error))
-                    todo.put(number)
+        try:
+            for number, chunk in deal.stream():
+                lost = slot.failure is not None or slot.engine is not engine
+                completions = None if lost else self._sampled(slot, engine, chunk, version)
+                if completions is None:
+                    deal.give_back(number)
                     return
-            served = {completion.policy_version for completion in completions}
-            if served != {wanted} or len(completions) != len(chunks[number]):
-                self._lose(slot, engine, f"asked for version {wanted}, answered {len(completions)} samples of {served}")
-                todo.put(number)
-                return
-            results[number] = completions
+                deal.give(number, completions)
+        finally:
+            deal.leave()
+
+    def _sampled(
+        self, slot: Slot, engine: Engine, chunk: Sequence[GenerateRequest], version: int | None
+    ) -> list[Completion] | None:
+        """Return an engine's completions; None if it is lost with them."""
+        with self._gate.passed():
+            wanted = self.serving_version if version is None else version
+            try:
+                completions = engine.generate(chunk, version=wanted)
+            except EngineError as error:
+                self._lose(slot, engine, str(error))
+                return None
+        served = {completion.policy_version for completion in completions}
+        if served != {wanted} or len(completions) != len(chunk):
+            self._lose(slot, engine, f"asked for version {wanted}, answered {len(completions)} samples of {served}")
+            return None
+        return completions
 
     def _lose(self, slot: Slot, engine: Engine, reason: str) -> None:
         """Quarantine an engine for its first failure; others follow from it, or come when it is already replaced."""

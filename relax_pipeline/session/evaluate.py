@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relax_pipeline.session.collect import Sampler
+from relax_pipeline.session.sampler import Sampler
 from relax_pipeline.types import Prompt, SamplingParams
 
 

@@ -13,10 +13,11 @@ from relax_pipeline.checkpoint.store import CheckpointRef, CheckpointStore
 from relax_pipeline.config import RunConfig
 from relax_pipeline.metrics.log import StepLog
 from relax_pipeline.rl.groups import Rollout
-from relax_pipeline.session.collect import Collector, Sampler
+from relax_pipeline.session.collect import Collector
 from relax_pipeline.session.evaluate import Evaluation, answer_held_out
 from relax_pipeline.session.learn import check_learned, learn, rollout_metrics
 from relax_pipeline.session.restore import Restored, note_attempt, restore
+from relax_pipeline.session.sampler import Sampler
 from relax_pipeline.session.samples import samples_row
 from relax_pipeline.session.saves import Saves
 from relax_pipeline.sync.report import SyncReport

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -74,6 +74,43 @@ def test_chunks_of_a_lost_engine_are_done_again_in_place(tiny_model: Path, monke
     assert [c.token_ids.tolist() for c in completions] == [c.token_ids.tolist() for c in whole]
     assert len(reasons) == 1  # three chunks failed, the engine is lost once
     assert pool.slots[0].restarts_left == 2
+
+
+def test_further_requests_are_sampled_while_first_ones_are(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool(tiny_model, replicas=1, streams=2)
+    further = GenerateRequest((30, 9), 77, SamplingParams(4))
+    begun = threading.Event()
+    told: list[set[int]] = []
+
+    class Held(HfEngine):
+        def generate(self, requests: Sequence[GenerateRequest], *, version: int) -> list[Completion]:
+            if requests[0] is REQUESTS[2]:
+                assert begun.wait(20)  # until the further request is being sampled
+            if requests[0] is further:
+                begun.set()
+            return super().generate(requests, version=version)
+
+    monkeypatch.setattr(pool.slots[0].engine, "__class__", Held)
+
+    def more(arrived: Mapping[int, Completion]) -> list[list[GenerateRequest]]:
+        told.append(set(arrived))
+        return [[further]] if 0 in arrived else []
+
+    completions = pool.generate(REQUESTS[:4], version=0, heal=pytest.fail, more=more)
+    assert told[0] == {0, 1}
+    assert set().union(*told) == {0, 1, 2, 3, 4}
+    alone = pool.generate([further], version=0, heal=pytest.fail)
+    assert completions[4].token_ids.tolist() == alone[0].token_ids.tolist()
+
+
+def test_what_asks_for_more_ends_the_call_when_it_fails(tiny_model: Path) -> None:
+    def more(_: Mapping[int, Completion]) -> list[list[GenerateRequest]]:
+        raise ValueError("no more")
+
+    pool = make_pool(tiny_model, replicas=1, streams=1)
+    with pytest.raises(ValueError, match=r"^no more$"):
+        pool.generate(REQUESTS, version=0, heal=pytest.fail, more=more)
+    assert len(pool.generate(REQUESTS, version=0, heal=pytest.fail)) == 12
 
 
 def test_failure_of_an_engine_that_is_already_replaced_is_not_the_new_one_s(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from relax_pipeline.errors import CheckpointError, EngineError, RewardError, Syn
 from relax_pipeline.inputs import run_folder, run_identity
 from relax_pipeline.rollout.hf import HfEngine
 from relax_pipeline.rollout.pool import EnginePool
-from relax_pipeline.session.collect import Collector, Sampler
+from relax_pipeline.session.collect import Collector
 from relax_pipeline.session.evaluate import Evaluation
+from relax_pipeline.session.sampler import Sampler
 from relax_pipeline.session.session import TrainingSession
 from relax_pipeline.sync.sync import WeightSync
 from relax_pipeline.trainer.fsdp import FsdpTrainer
@@ -252,6 +254,30 @@ def test_dropped_groups_are_drawn_again_and_both_are_consumed(start: Callable[..
     assert all(len(set(epoch)) == ROWS for epoch in epochs)
 
 
+class Uneven(OneAtATime):
+    """Answers sooner what came later."""
+
+    def generate(self, requests: Sequence[GenerateRequest], *, version: int) -> list[Completion]:
+        time.sleep(0.3 / (1 + requests[0].seed % 5))
+        return super().generate(requests, version=version)
+
+
+def test_which_group_is_done_first_changes_nothing(start: Callable[..., Run]) -> None:
+    runs = []
+    for place, engine in (("a", OneAtATime), ("b", Uneven)):
+        run = start(
+            place=place,
+            engine=engine,
+            judge=lambda r: len(r.completion) * (int(r.label) % 2),
+            rollout={"prompts_per_step": 3},
+        )
+        run.pool._streams = 1 if place == "a" else 4
+        rows = run.steps(1, 2)
+        assert any(row["rollout/completions"] > 9 for row in rows)  # some groups were dropped, others drawn for them
+        runs.append((run.digest(), [row["trained_prompts"] for row in run.session.samples.rows()]))
+    assert runs[0] == runs[1]
+
+
 def test_same_seed_gives_the_same_run_and_another_seed_another(start: Callable[..., Run]) -> None:
     digests = []
     for place, seed in (("a", 0), ("b", 0), ("c", 1)):
@@ -290,15 +316,12 @@ def test_samples_show_what_was_trained(start: Callable[..., Run]) -> None:
 # --- Failures ---
 
 
-def test_scorer_that_fails_fails_the_score_phase(start: Callable[..., Run]) -> None:
+def test_scorer_that_fails_fails_the_phase_that_waits_for_it(start: Callable[..., Run]) -> None:
     def fail(request: ScoreRequest) -> float:
         raise RewardError("broken")
 
-    run = start(judge=fail)
-    run.session.sync()
-    run.session.rollout(1)
     with pytest.raises(RewardError, match="broken"):
-        run.session.score(1)
+        start(judge=fail).steps(1, 1)
 
 
 class Dead(HfEngine):
