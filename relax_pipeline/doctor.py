@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from relax_pipeline.fused import has_c_compiler
+
 State = Literal["ok", "note", "missing"]
 
 TRIED_TOGETHER = {
@@ -41,7 +43,7 @@ class Finding:
 
 def diagnose() -> list[Finding]:
     """Look at packages, backends and GPUs; starts nothing and takes no GPU memory."""
-    return [*_packages(), *_backends(), *_gpus()]
+    return [*_packages(), *_backends(), *_gpus(), *_compiler()]
 
 
 def _packages() -> Iterator[Finding]:
@@ -63,6 +65,16 @@ def _backends() -> Iterator[Finding]:
         else:
             yield _sglang(backend) if backend.endswith("sglang") else Finding(backend, "ok", "can start")
     yield Finding("engine.kind vllm", "missing", "not available yet; use hf or sglang")
+
+
+def _compiler() -> Iterator[Finding]:
+    """Look for what trainers on a GPU need to build their kernels; on a CPU they build none."""
+    if not torch.cuda.is_available():
+        return
+    if has_c_compiler():
+        yield Finding("C compiler", "ok", "trainers can build their GPU kernels")
+    else:
+        yield Finding("C compiler", "missing", "trainers build GPU kernels with it: install gcc or clang, or set CC")
 
 
 def _sglang(backend: str) -> Finding:

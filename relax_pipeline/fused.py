@@ -30,13 +30,18 @@ def fused(function: F) -> F:
     return cast(F, run)
 
 
+def has_c_compiler() -> bool:
+    """Whether Triton finds what it builds its launchers with."""
+    return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
+
+
 def compile_for_any_length(function: F) -> F:
     """Return the function compiled, for tensors on any device.
 
     Raises:
         TrainerError: No C compiler is installed.
     """
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+    if not has_c_compiler():
         raise TrainerError(
             "found no C compiler, of which Triton needs one to build the trainer's GPU kernels; "
             "install gcc or clang, or name one in the environment variable CC"

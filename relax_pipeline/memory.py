@@ -20,8 +20,6 @@ from relax_pipeline.memory_layers import (
 
 _MOMENTS_BYTES = 8
 _FLOAT32_BYTES = 4
-_LOGITS_IN_FULL_PRECISION = 3 * (1 << 26) * _FLOAT32_BYTES
-"""What `rl.logprobs` holds at one time on a GPU."""
 _FUSED = {leaf: name for name in ("linear_qkv", "linear_fc1", "in_proj") for leaf in MEGATRON_TO_HF_MODULES[name]}
 """Modules that are one in Megatron, and share one lora_A."""
 
@@ -171,7 +169,8 @@ def _held(shape: Any, layers: list[int], *, recomputed: bool) -> int:
 
 
 def _logits(count: int, itemsize: int) -> int:
-    return 2 * count * itemsize + _LOGITS_IN_FULL_PRECISION
+    """Return the bytes of logits and their gradient: `rl.logprobs` makes no copy of them on a GPU."""
+    return 2 * count * itemsize
 
 
 def _longest(config: RunConfig) -> int:
