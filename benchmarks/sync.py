@@ -82,6 +82,8 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
 def run_config(options: argparse.Namespace, mode: Mode, transport: str) -> RunConfig:
     cuda = torch.cuda.is_available()
     engine: dict[str, Any] = {"kind": "sglang", "extra_args": options.engine_args, "memory_fraction": 0.5}
+    if not options.completions:
+        engine["cuda_graph_max_batch"] = 0  # capturing takes the longest part of a start, and serves decoding only
     engine |= {"offload": options.offload} if cuda else {"device": "cpu", "max_running_requests": 32}
     values = {
         "run_name": mode,
