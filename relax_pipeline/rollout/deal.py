@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from relax_pipeline.types import Completion, GenerateRequest
 
+T = TypeVar("T")
 More = Callable[[Mapping[int, Completion]], Sequence[Sequence[GenerateRequest]]]
 """From completions that have arrived, by their request's place, to batches of further requests."""
 
@@ -31,8 +33,8 @@ class Deal:
         self._told: set[int] = set()
         self._todo: SimpleQueue[int | None] = SimpleQueue()
         """Numbers of chunks; None: there will be no more."""
-        self._news: SimpleQueue[int | None] = SimpleQueue()
-        """Numbers of chunks that are done; None: a stream has ended."""
+        self._news: SimpleQueue[int | BaseException | None] = SimpleQueue()
+        """Numbers of chunks that are done; None or an error: a stream has ended."""
         self._add(requests)
 
     @property
@@ -63,17 +65,24 @@ class Deal:
         """Leave a chunk to another stream."""
         self._todo.put(number)
 
-    def leave(self) -> None:
-        """Say that a stream has ended."""
-        self._news.put(None)
+    def leave(self, error: BaseException | None = None) -> None:
+        """Say that a stream has ended, and why if it kept a chunk."""
+        self._news.put(error)
 
     def attend(self, streams: int, more: More) -> None:
-        """Tell `more` what arrives and lay out what it asks for, until all is done or all streams have ended."""
+        """Tell `more` what arrives and lay out what it asks for, until all is done or all streams have ended.
+
+        Raises:
+            BaseException: What a stream left with.
+        """
         try:
             while streams and not self.is_done:
-                news = self._arrived()
+                news = [self._news.get(), *_taken(self._news)]
+                for error in news:
+                    if isinstance(error, BaseException):
+                        raise error
                 streams -= news.count(None)
-                arrived = [number for number in news if number is not None]
+                arrived = [number for number in news if isinstance(number, int)]
                 self._told.update(arrived)
                 for batch in more(self._by_place(arrived)) if arrived else ():
                     for number in self._add(batch):
@@ -97,14 +106,10 @@ class Deal:
     def _by_place(self, numbers: Sequence[int]) -> dict[int, Completion]:
         return {self._firsts[n] + offset: c for n in numbers for offset, c in enumerate(self._results[n])}
 
-    def _arrived(self) -> list[int | None]:
-        """Wait for news; return all there is."""
-        return [self._news.get(), *_taken(self._news)]
 
-
-def _taken(queue: SimpleQueue[int | None]) -> list[int | None]:
+def _taken(queue: SimpleQueue[T]) -> list[T]:
     """Empty a queue; return what was in it."""
-    items = []
+    items: list[T] = []
     try:
         while True:
             items.append(queue.get_nowait())

@@ -158,10 +158,12 @@ class EnginePool:
                 completions = None if lost else self._sampled(slot, engine, chunk, version)
                 if completions is None:
                     deal.give_back(number)
-                    return
+                    break
                 deal.give(number, completions)
-        finally:
-            deal.leave()
+        except BaseException as error:
+            deal.leave(error)
+            raise
+        deal.leave()
 
     def _sampled(
         self, slot: Slot, engine: Engine, chunk: Sequence[GenerateRequest], version: int | None

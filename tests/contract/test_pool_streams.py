@@ -103,6 +103,19 @@ def test_further_requests_are_sampled_while_first_ones_are(tiny_model: Path, mon
     assert completions[4].token_ids.tolist() == alone[0].token_ids.tolist()
 
 
+def test_an_error_that_is_no_engine_s_ends_the_call(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(HfEngine):
+        def generate(self, requests: Sequence[GenerateRequest], *, version: int) -> list[Completion]:
+            if requests[0] is REQUESTS[2]:
+                raise ValueError("a fault of ours")
+            return super().generate(requests, version=version)
+
+    pool = make_pool(tiny_model, replicas=1, streams=3)
+    monkeypatch.setattr(pool.slots[0].engine, "__class__", Broken)
+    with pytest.raises(ValueError, match=r"^a fault of ours$"):
+        pool.generate(REQUESTS, version=0, heal=pytest.fail)
+
+
 def test_what_asks_for_more_ends_the_call_when_it_fails(tiny_model: Path) -> None:
     def more(_: Mapping[int, Completion]) -> list[list[GenerateRequest]]:
         raise ValueError("no more")
