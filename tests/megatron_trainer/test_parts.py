@@ -204,6 +204,22 @@ def test_a_trainer_that_slept_goes_on_as_if_it_had_not(folder: Callable[[str], P
     rested.close()
 
 
+def test_an_adapter_written_behind_training_is_that_of_before(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    from relax_pipeline.trainer.megatron import MegatronTrainer
+
+    trainer = MegatronTrainer(megatron_config(folder("qwen3")))
+    train(trainer, updates=1)
+    trainer._exports.adapter_writer(tmp_path / "at once", 1)()
+    write = trainer._exports.adapter_writer(tmp_path / "behind", 1)
+    train(trainer, updates=1, first=1)
+    write()
+    at_once, behind = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("at once", "behind"))
+    trainer.close()
+    assert at_once.keys() == behind.keys()
+    for name, tensor in behind.items():
+        torch.testing.assert_close(tensor, at_once[name], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputing_changes_nothing(recompute: str, folder: Callable[[str], Path]) -> None:
     from relax_pipeline.trainer.megatron import MegatronTrainer

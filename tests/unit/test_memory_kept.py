@@ -58,7 +58,7 @@ def kept_bytes(trainer: Trainer, batch: list[TrainingSample], parameters: Iterab
     kept: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in own and tensor.shape[-1] != VOCABULARY:
+        if tensor.untyped_storage().data_ptr() not in own and tensor.shape[-1:] != (VOCABULARY,):
             kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no other takes its place
         return tensor
 

@@ -83,7 +83,8 @@ class Exports:
         """
         if self._spec is None:
             return lambda: None
-        tensors = unpacked({name: tensor.cpu() for name, tensor in self._full_precision(version).items()})
+        whole = self._full_precision(version)
+        tensors = unpacked({name: tensor.to("cpu", copy=True) for name, tensor in whole.items()})
 
         def write() -> None:
             path = self._config.model.path
@@ -142,11 +143,12 @@ class Exports:
         return delta_norms(self._full_precision(version), self._spec.scaling) if self._spec else {}
 
     def forget(self) -> None:
-        """The weights have changed under the same version."""
+        """Hold nothing on the device; also where weights have changed under the same version."""
+        self._tensors = {}
         self._version = -1
 
     def _full_precision(self, version: int) -> dict[str, torch.Tensor]:
-        """Return the whole adapter in float32 on rank 0's device, gathered once a version."""
+        """Return the whole adapter in float32 on rank 0, gathered once a version; maybe the masters themselves."""
         if version != self._version:
             with self._optimizer.masters_in(self._model.chunks):
                 self._tensors = adapter_tensors(self._model, keep=self._ranks.rank == 0)

@@ -31,15 +31,12 @@ class Weight:
 
 @torch.no_grad()
 def adapter_tensors(model: Model, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Return copies, on the device, of the whole adapter by HF-PEFT name; all ranks together, and only some keep it.
+    """Return the whole adapter by HF-PEFT name, on the device; all ranks together, and only some keep it.
 
-    A fused module's lora_A appears under each of the HF modules it stands for; a layer's experts are packed.
+    What no ranks share is the model's own: it is not copied, and changes with the model. A fused module's lora_A
+    appears under each of the HF modules it stands for; a layer's experts are packed.
     """
-    tensors = {}
-    for name, tensor in each_adapter_tensor(model):
-        if keep:
-            tensors[name] = tensor.clone()
-    return tensors
+    return {name: tensor for name, tensor in each_adapter_tensor(model) if keep}
 
 
 @torch.no_grad()

@@ -74,19 +74,14 @@ class MegatronTrainer:
 
     def forward_backward(self, samples: Sequence[TrainingSample], *, temperature: float) -> dict[str, float]:
         """See `Trainer.forward_backward`."""
-        token_total, sequence_total = trained_totals(samples)
+        tokens, sequences = trained_totals(samples)
+        algorithm = self._config.algorithm
         with self._machine():
             batches = [batch.packed for batch in own_batches(samples, self._settings, self._ranks)]
-            if self._config.algorithm.kl_coef > 0:
+            if algorithm.kl_coef > 0:
                 batches = self._passes.with_references(batches, temperature)
             torch.manual_seed(derive_seed(self._config.seed, "dropout", self._updates, self._ranks.groups.dp_cp.rank()))
-            result = self._passes.train(
-                batches,
-                temperature,
-                self._config.algorithm,
-                token_total=token_total,
-                sequence_total=sequence_total,
-            )
+            result = self._passes.train(batches, temperature, algorithm, token_total=tokens, sequence_total=sequences)
         self._refuse_unless_finite("loss", result["loss"])
         self._optimizer.accumulate()
         return result
@@ -175,6 +170,7 @@ class MegatronTrainer:
     def sleep(self) -> None:
         """Free the GPU of all but the adapter until `wake`; any other call raises."""
         with self._machine():
+            self._exports.forget()
             sleep(self._model, self._optimizer)
         self._asleep = True
 
