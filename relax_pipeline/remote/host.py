@@ -86,6 +86,7 @@ class Host:
             concurrency: Calls that may run at once, each in a thread; the object must allow it.
         """
         self._name, self._error = name, error
+        self._ended = False
         self._require_cluster()
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0, "max_task_retries": 0}
         options["max_concurrency"] = concurrency
@@ -101,12 +102,12 @@ class Host:
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Start a call; its result is got with `result`."""
-        self._require_cluster()
+        self._require_alive()
         return self._actor.call.remote(method, *args, **kwargs)
 
     def submit_split(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Start a call whose result has a `content`; the second handle may be passed to another host unopened."""
-        self._require_cluster()
+        self._require_alive()
         small, content = self._actor.split.options(num_returns=2).remote(method, *args, **kwargs)
         return small, content
 
@@ -136,6 +137,7 @@ class Host:
 
     def pid(self, *, timeout: float) -> int:
         """Return the process id, once the object is built; raises as `result`."""
+        self._require_alive()
         pid: int = self.result(self._actor.pid.remote(), timeout=timeout)
         return pid
 
@@ -148,8 +150,15 @@ class Host:
         if not ray.is_initialized():
             raise self._error(f"{self._name}: the run is over, and its Ray is gone")
 
+    def _require_alive(self) -> None:
+        """Refuse what a process might still answer while it is being ended."""
+        self._require_cluster()
+        if self._ended:
+            raise self._error(f"{self._name} died: it was ended by this run")
+
     def kill(self) -> None:
         """End the process at once, if its cluster has not gone already and taken it along."""
+        self._ended = True
         if ray.is_initialized():
             ray.kill(self._actor)
 

@@ -152,6 +152,14 @@ def test_deadline_ends_the_process(start: Callable[..., Host]) -> None:
     pytest.fail("the process is still there")
 
 
+def test_a_process_that_was_ended_answers_nothing_more(start: Callable[..., Host]) -> None:
+    host = start()
+    assert host.call("echo", 1, timeout=30) == 1
+    host.kill()
+    with pytest.raises(EngineError, match=r"died: it was ended by this run$"):
+        host.call("echo", 2, timeout=30)
+
+
 def test_placed_value_arrives_as_the_value(start: Callable[..., Host]) -> None:
     assert start().call("echo", put([1, 2]), timeout=30) == [1, 2]
 
