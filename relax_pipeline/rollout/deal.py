@@ -9,11 +9,11 @@ from typing import TypeVar
 from relax_pipeline.types import Completion, GenerateRequest
 
 T = TypeVar("T")
-More = Callable[[Mapping[int, Completion]], Sequence[Sequence[GenerateRequest]]]
-"""From completions that have arrived, by their request's place, to batches of further requests."""
+More = Callable[[Mapping[int, Completion]], Sequence[GenerateRequest]]
+"""From completions that have arrived, by their request's place, to further requests."""
 
 
-def no_more(_: Mapping[int, Completion]) -> Sequence[Sequence[GenerateRequest]]:
+def no_more(_: Mapping[int, Completion]) -> Sequence[GenerateRequest]:
     """Ask for nothing further."""
     return ()
 
@@ -21,7 +21,8 @@ def no_more(_: Mapping[int, Completion]) -> Sequence[Sequence[GenerateRequest]]:
 class Deal:
     """Chunks that never change, and what has come back. Streams run on threads of their own, `attend` on the caller's.
 
-    A further batch is split by itself: what a chunk holds depends on the requests alone, not on when they came.
+    Further requests wait until they fill a chunk, or until nothing else is to be done: what a chunk holds depends on
+    the requests alone, not on which chunk is done first.
     """
 
     def __init__(self, requests: Sequence[GenerateRequest], chunk_size: int) -> None:
@@ -29,13 +30,15 @@ class Deal:
         self._chunks: list[Sequence[GenerateRequest]] = []
         self._firsts: list[int] = []
         """Place of each chunk's first request."""
+        self._waiting: list[GenerateRequest] = []
         self._results: dict[int, list[Completion]] = {}
         self._told: set[int] = set()
         self._todo: SimpleQueue[int | None] = SimpleQueue()
         """Numbers of chunks; None: there will be no more."""
         self._news: SimpleQueue[int | BaseException | None] = SimpleQueue()
         """Numbers of chunks that are done; None or an error: a stream has ended."""
-        self._add(requests)
+        for start in range(0, len(requests), chunk_size):
+            self._add(requests[start : start + chunk_size])
 
     @property
     def is_done(self) -> bool:
@@ -84,9 +87,10 @@ class Deal:
                 streams -= news.count(None)
                 arrived = [number for number in news if isinstance(number, int)]
                 self._told.update(arrived)
-                for batch in more(self._by_place(arrived)) if arrived else ():
-                    for number in self._add(batch):
-                        self._todo.put(number)
+                self._waiting += more(self._by_place(arrived)) if arrived else ()
+                while len(self._waiting) >= self._chunk_size or (self._waiting and self.is_done):
+                    self._todo.put(self._add(self._waiting[: self._chunk_size]))
+                    del self._waiting[: self._chunk_size]
         finally:
             _taken(self._todo)  # what is left of them after an error
             self._todo.put(None)
@@ -95,13 +99,11 @@ class Deal:
         """Return all completions, in the order of their requests."""
         return [completion for number in range(len(self._chunks)) for completion in self._results[number]]
 
-    def _add(self, requests: Sequence[GenerateRequest]) -> range:
-        before = len(self._chunks)
-        for start in range(0, len(requests), self._chunk_size):
-            chunk = requests[start : start + self._chunk_size]
-            self._firsts.append(self._firsts[-1] + len(self._chunks[-1]) if self._chunks else 0)
-            self._chunks.append(chunk)
-        return range(before, len(self._chunks))
+    def _add(self, chunk: Sequence[GenerateRequest]) -> int:
+        """Return the new chunk's number."""
+        self._firsts.append(self._firsts[-1] + len(self._chunks[-1]) if self._chunks else 0)
+        self._chunks.append(chunk)
+        return len(self._chunks) - 1
 
     def _by_place(self, numbers: Sequence[int]) -> dict[int, Completion]:
         return {self._firsts[n] + offset: c for n in numbers for offset, c in enumerate(self._results[n])}

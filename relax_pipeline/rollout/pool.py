@@ -98,7 +98,7 @@ class EnginePool:
             version: Policy version to sample from; None: whichever is served when a chunk starts.
             heal: Called when no engine is left; brings at least one back, or raises.
             more: Told of completions as they arrive, by their request's place, while others are sampled; returns
-                batches of further requests, whose places follow in order.
+                further requests, whose places follow in order.
 
         Raises:
             EngineError: No engine could be brought back, or the pool is closed.

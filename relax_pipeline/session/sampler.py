@@ -54,13 +54,12 @@ class Sampler:
         """
         groups = _Groups(self._tokenizer, num_completions, sampling, seed)
 
-        def take(completions: Mapping[int, Completion]) -> list[list[GenerateRequest]]:
+        def take(completions: Mapping[int, Completion]) -> list[GenerateRequest]:
             complete = groups.take(completions)
             return groups.ask(more(complete)) if complete else []
 
-        first = [request for requests in groups.ask(prompts) for request in requests]
         version = self._pool.serving_version if self._pinned else None
-        self._pool.generate(first, version=version, heal=self._heal, more=take)
+        self._pool.generate(groups.ask(prompts), version=version, heal=self._heal, more=take)
         return [groups.complete[place] for place in sorted(groups.complete)]
 
     def engines_asleep(self) -> AbstractContextManager[None]:
@@ -96,16 +95,14 @@ class _Groups:
         self._arrived: dict[int, dict[int, Completion]] = {}
         self.complete: dict[int, RolloutGroup] = {}
 
-    def ask(self, prompts: Sequence[Prompt]) -> list[list[GenerateRequest]]:
-        """Return the requests for further prompts, a list each."""
+    def ask(self, prompts: Sequence[Prompt]) -> list[GenerateRequest]:
+        """Return the requests for further prompts, one prompt's after the other's."""
         first = len(self._prompts)
         self._prompts += prompts
         return [
-            [
-                GenerateRequest(prompt.token_ids, derive_seed(*self._seed, place, sample), self._sampling)
-                for sample in range(self._size)
-            ]
+            GenerateRequest(prompt.token_ids, derive_seed(*self._seed, place, sample), self._sampling)
             for place, prompt in enumerate(prompts, first)
+            for sample in range(self._size)
         ]
 
     def take(self, completions: Mapping[int, Completion]) -> dict[int, RolloutGroup]:

@@ -78,7 +78,7 @@ def test_chunks_of_a_lost_engine_are_done_again_in_place(tiny_model: Path, monke
 
 def test_further_requests_are_sampled_while_first_ones_are(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool(tiny_model, replicas=1, streams=2)
-    further = GenerateRequest((30, 9), 77, SamplingParams(4))
+    further, last = (GenerateRequest((30 + seed, 9), seed, SamplingParams(4)) for seed in (1, 2))
     begun = threading.Event()
     told: list[set[int]] = []
 
@@ -92,15 +92,16 @@ def test_further_requests_are_sampled_while_first_ones_are(tiny_model: Path, mon
 
     monkeypatch.setattr(pool.slots[0].engine, "__class__", Held)
 
-    def more(arrived: Mapping[int, Completion]) -> list[list[GenerateRequest]]:
+    def more(arrived: Mapping[int, Completion]) -> list[GenerateRequest]:
         told.append(set(arrived))
-        return [[further]] if 0 in arrived else []
+        return [further, further, last] if 0 in arrived else []  # a whole chunk, and one that waits to the end
 
     completions = pool.generate(REQUESTS[:4], version=0, heal=pytest.fail, more=more)
     assert told[0] == {0, 1}
-    assert set().union(*told) == {0, 1, 2, 3, 4}
-    alone = pool.generate([further], version=0, heal=pytest.fail)
-    assert completions[4].token_ids.tolist() == alone[0].token_ids.tolist()
+    assert told[-1] == {6}
+    assert set().union(*told) == {0, 1, 2, 3, 4, 5, 6}
+    alone = pool.generate([last], version=0, heal=pytest.fail)
+    assert completions[6].token_ids.tolist() == alone[0].token_ids.tolist()
 
 
 def test_an_error_that_is_no_engine_s_ends_the_call(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +118,7 @@ def test_an_error_that_is_no_engine_s_ends_the_call(tiny_model: Path, monkeypatc
 
 
 def test_what_asks_for_more_ends_the_call_when_it_fails(tiny_model: Path) -> None:
-    def more(_: Mapping[int, Completion]) -> list[list[GenerateRequest]]:
+    def more(_: Mapping[int, Completion]) -> list[GenerateRequest]:
         raise ValueError("no more")
 
     pool = make_pool(tiny_model, replicas=1, streams=1)
