@@ -76,7 +76,7 @@ class RolloutConfig(Section):
     drop_zero_variance: bool = True
     """Leave out groups whose rewards are all equal: they carry no gradient."""
     max_resample_rounds: Annotated[int, Field(ge=0)] = 2
-    """A step draws a new prompt for each dropped group, as soon as it is dropped, up to this many times
+    """A step draws a new prompt for each dropped group, while others are sampled, up to this many times
     prompts_per_step; then it trains on what it has."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 1800
     """Deadline of one call to an engine."""
