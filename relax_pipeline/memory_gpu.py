@@ -14,9 +14,7 @@ from relax_pipeline.errors import ConfigError
 from relax_pipeline.memory import TrainerMemory
 from relax_pipeline.memory_layers import head_size, is_known, linear_layers
 from relax_pipeline.metrics.text import bytes_text
-
-_SENT_SHARE = 8
-"""One part in so many of a GPU may hold what waits to be sent, as in `sync.blocks`."""
+from relax_pipeline.sync.blocks import SHARE_OF_GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ def engine_memory(config: RunConfig, shape: Any, *, model_bytes: int, adapter_by
         return None
     split = engine.tensor_parallel_size
     # SGLang makes room for the versions kept, one that arrives, and the bare base.
-    slots = rollout.staleness + 4 if config.sync.mode == "adapter" else 0
+    slots = rollout.versions_in_use + 2 if config.sync.mode == "adapter" else 0
     share = -(-rollout.prompts_per_step * rollout.completions_per_prompt // engine.replicas)
     completions = min(engine.max_running_requests, share)
     of_token = cache_bytes_per_token(config, shape)
@@ -80,8 +78,8 @@ def sent_bytes(config: RunConfig, *, model_bytes: int, adapter_bytes: int, gpu_b
     if config.sync.transport != "nccl" and not (config.sync.transport == "ipc" and config.cluster.colocate):
         return 0
     # As `sync.outbox` keeps them.
-    versions = (config.rollout.staleness + 3) * adapter_bytes if config.sync.mode == "adapter" else model_bytes
-    return versions if gpu_bytes is None else min(versions, gpu_bytes // _SENT_SHARE)
+    versions = (config.rollout.versions_in_use + 1) * adapter_bytes if config.sync.mode == "adapter" else model_bytes
+    return versions if gpu_bytes is None else min(versions, gpu_bytes // SHARE_OF_GPU)
 
 
 def stays_awake(config: RunConfig, engine: EngineMemory, gpu_bytes: int) -> int:

@@ -109,7 +109,7 @@ def make_sync(config: RunConfig, trainer: Trainer, pool: EnginePool, *, probe: S
         config=config.sync,
         tolerance=probe_tolerance(config),
         probe=probe,
-        keep_versions=config.rollout.staleness + 2,
+        keep_versions=config.rollout.versions_in_use,
     )
 
 

@@ -81,6 +81,11 @@ class RolloutConfig(Section):
     timeout_seconds: Annotated[float, Field(gt=0)] = 1800
     """Deadline of one call to an engine."""
 
+    @property
+    def versions_in_use(self) -> int:
+        """Policy versions that rollouts may ask for at one time."""
+        return self.staleness + 2
+
     @model_validator(mode="after")
     def sampling_is_what_the_loss_assumes(self) -> RolloutConfig:
         """Warn when tokens are not drawn from the distribution their logprobs belong to."""

@@ -10,7 +10,7 @@ from relax_pipeline.rollout.block import Block
 from relax_pipeline.rollout.device import DeviceTensors
 from relax_pipeline.rollout.shared import SharedTensors
 
-_SHARE_OF_GPU = 8
+SHARE_OF_GPU = 8
 """One part in so many of a GPU's memory may hold blocks: all adapters of usual size, and models of a few billion
 parameters. The trainer needs the rest."""
 
@@ -49,4 +49,4 @@ class Blocks:
     def _room(self, device: torch.device) -> int:
         """Return the bytes that further blocks may take on a GPU."""
         used = sum(b.num_bytes for blocks in self._of_version.values() for b in blocks if isinstance(b, DeviceTensors))
-        return torch.cuda.get_device_properties(device).total_memory // _SHARE_OF_GPU - used
+        return torch.cuda.get_device_properties(device).total_memory // SHARE_OF_GPU - used

@@ -63,8 +63,8 @@ class Outbox:
 
 def make_outbox(config: RunConfig, layout: RankLayout) -> Trainer:
     """Build this process's rank of the configured trainer, with the configured transport."""
-    # Engines keep staleness + 2 adapters, or one model, and are sent the next before the oldest goes.
-    kept = config.rollout.staleness + 3 if config.sync.mode == "adapter" else 1
+    # Engines keep the adapters in use, or one model, and are sent the next before the oldest goes.
+    kept = config.rollout.versions_in_use + 1 if config.sync.mode == "adapter" else 1
     transport = make_transport(config) if layout.rank == 0 else None
     outbox: Any = Outbox(make_trainer(config, layout), transport, keep_versions=kept)
     trainer: Trainer = outbox

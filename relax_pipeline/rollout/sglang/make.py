@@ -33,4 +33,4 @@ def _lora_room(config: RunConfig) -> LoraRoom:
     linears = read_model_folder(Path(config.model.path)).linear_shapes()
     leaves = {module.rpartition(".")[2] for module in linears}
     targets = tuple(sorted(leaves.intersection(config.lora.hf_target_modules)))
-    return LoraRoom(config.lora.rank, targets, versions=config.rollout.staleness + 2)
+    return LoraRoom(config.lora.rank, targets, versions=config.rollout.versions_in_use)
