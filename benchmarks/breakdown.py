@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import learning
+import learning_runs
 from peer_trl import peak_memory
 from sync_models import SHAPES, make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="4B")
     parser.add_argument("--folder", type=Path, required=True, help="model, prompts and the run go here")
     parser.add_argument("--results", type=Path, help="JSON of all rows goes into this folder")
-    parser.add_argument("--variant", choices=tuple(learning.VARIANTS), default="megatron-sglang-adapter")
+    parser.add_argument("--variant", choices=tuple(learning_runs.VARIANTS), default="megatron-sglang-adapter")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--limit", type=float, default=600, help="seconds the run may take")
     parser.add_argument("--set", dest="settings", action="append", default=[], help="as for train")
@@ -86,13 +86,13 @@ def main() -> None:
     prepare(options.folder, options.shape)
     memory: dict[str, Any] = {}
     with peak_memory(memory):
-        run = learning.train(
-            options.variant, options.folder, settings(options.folder, options), kill_after=None, limit=options.limit
+        run = learning_runs.train(
+            options.variant, options.folder, settings(options.folder, options), limit=options.limit
         )
     rows: Any = run["rows"]
     if options.results:
         options.results.mkdir(parents=True, exist_ok=True)
-        facts = {"versions": learning.versions(), "shape": options.shape} | run | memory
+        facts = {"versions": learning_runs.versions(), "shape": options.shape} | run | memory
         (options.results / f"breakdown-{options.shape}.json").write_text(json.dumps(facts, indent=1) + "\n")
     if run["status"]:
         raise SystemExit(f"the run ended with {run['status']} after {len(rows)} steps")

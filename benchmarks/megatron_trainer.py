@@ -2,9 +2,11 @@
 
     python benchmarks/megatron_trainer.py --folder /tmp/scratch --tp 2 --out benchmarks/results
     python benchmarks/megatron_trainer.py --folder /tmp/scratch --shape 4B --layers 18 --out benchmarks/results
+    python benchmarks/megatron_trainer.py --folder /tmp/scratch --shape half-30B-A3B --ep 2 --dp 2 --resume /tmp/saved
 
-A process and a GPU each rank. `--tiny` takes a small model, float32 and the CPU instead, to see that all of it works.
-The last lines printed are a Markdown table; the same figures go into a JSON file in --out.
+A process and a GPU each rank. `--cpu` takes float32 and no GPU instead, to see with a tiny shape that all of it works.
+The last lines printed are a Markdown table; the same figures go into a JSON file in --out. With --resume the first run
+saves its state there and takes one step more; others, of any layout, load that and tell what their step differs by.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from uuid import uuid4
 
 import numpy as np
 import torch
-from sync_models import SHAPES
-from trainer_figures import CHECKED_SAMPLES, measure, table
-from transformers import AutoModelForCausalLM, Qwen3Config
+from sync_models import SHAPES, make_model
+from trainer_figures import CHECKED_SAMPLES, measure, resume, table
+from transformers import AutoModelForCausalLM
 
 from relax_pipeline.config import RunConfig
 from relax_pipeline.trainer.base import RankLayout
@@ -34,16 +36,14 @@ def main() -> None:
     options = parse()
     scratch = options.folder / f"megatron-{uuid4().hex[:8]}"
     try:
-        model = make_model(scratch / "model", shape_of(options), options.dtype)
-        figures = run_ranks(make_config(model, options), scratch, options)
-        expected = transformers_logprobs(model, options)
+        make_model(scratch / "model", options.shape, layers=options.layers, dtype=options.dtype)
+        figures = run_ranks(make_config(scratch / "model", options), scratch, options)
+        expected = transformers_logprobs(scratch / "model", options)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     differences = np.abs(np.concatenate(figures.pop("logprobs")) - np.concatenate(expected))
     figures |= {"logprob_diff_mean": float(differences.mean()), "logprob_diff_max": float(differences.max())}
-    layout = f"tp{options.tp}{f'-cp{options.cp}' if options.cp > 1 else ''}-dp{options.dp}"
-    size = "" if options.shape == "0.6B" else f"-{options.shape}"
-    name = f"megatron-{layout}-{'te' if options.te else 'torch'}{size}"
+    name = run_name(options)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"{name}.json").write_text(json.dumps(figures, indent=2) + "\n")
     print("\n".join(table(name, figures)))
@@ -56,7 +56,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sp", action="store_true", help="sequence parallel, with --tp above 1")
     parser.add_argument("--cp", type=int, default=1, help="context parallel, with --no-te")
+    parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--dp", type=int, default=1)
+    parser.add_argument("--ep", type=int, default=1, help="expert parallel, over the ranks of --tp, --cp and --dp")
     parser.add_argument("--te", action=argparse.BooleanOptionalAction, default=True, help="Transformer Engine's layers")
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--sequences", type=int, default=32)
@@ -64,24 +66,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--shape", choices=SHAPES, default="0.6B")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--resume", type=Path, help="save there, or load from there and compare")
+    parser.add_argument("--cpu", action="store_true", help="with a tiny shape")
     options = parser.parse_args()
-    if options.tiny:
-        options.shape = "tiny"
+    if options.cpu:
         options.length, options.sequences, options.micro_batch_tokens, options.te = 32, 8, 128, False
-    options.dtype = "float32" if options.tiny else "bfloat16"
+    options.dtype = "float32" if options.cpu else "bfloat16"
     return options
 
 
-def shape_of(options: argparse.Namespace) -> dict[str, Any]:
-    layers = {"num_hidden_layers": options.layers} if options.layers else {}
-    return {**SHAPES[options.shape], "max_position_embeddings": 40960, **layers}
-
-
-def make_model(folder: Path, shape: dict[str, Any], dtype: str) -> Path:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(Qwen3Config(**shape)).to(getattr(torch, dtype)).save_pretrained(folder)
-    return folder
+def run_name(options: argparse.Namespace) -> str:
+    sizes = {"tp": options.tp, "cp": options.cp, "pp": options.pp, "ep": options.ep, "dp": options.dp}
+    layout = "-".join(f"{kind}{size}" for kind, size in sizes.items() if size > 1 or kind in ("tp", "dp"))
+    shape = "" if options.shape == "0.6B" else f"-{options.shape}"
+    return f"megatron-{layout}-{'te' if options.te else 'torch'}{shape}"
 
 
 def make_config(model: Path, options: argparse.Namespace) -> RunConfig:
@@ -95,10 +93,12 @@ def make_config(model: Path, options: argparse.Namespace) -> RunConfig:
             "sync": {"mode": "adapter"},
             "trainer": {
                 "kind": "megatron",
-                "device": "cpu" if options.tiny else "cuda",
+                "device": "cpu" if options.cpu else "cuda",
                 "tensor_parallel_size": options.tp,
                 "sequence_parallel": options.sp,
                 "context_parallel_size": options.cp,
+                "pipeline_parallel_size": options.pp,
+                "expert_parallel_size": options.ep,
                 "data_parallel_size": options.dp,
                 "micro_batch_tokens": options.micro_batch_tokens,
                 "recompute": options.recompute,
@@ -152,9 +152,9 @@ def run_ranks(config: RunConfig, scratch: Path, options: argparse.Namespace) -> 
 
 def serve_rank(config: RunConfig, layout: RankLayout, scratch: Path, options: argparse.Namespace, pipe: Any) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(layout.world_size)))).split(",")
-    if not options.tiny:
+    if not options.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[layout.rank]
-    torch.set_num_threads(4 if not options.tiny else 1)
+    torch.set_num_threads(4 if not options.cpu else 1)
     started = time.perf_counter()
     from relax_pipeline.trainer.megatron import MegatronTrainer  # noqa: PLC0415 - after the device is chosen
 
@@ -162,13 +162,15 @@ def serve_rank(config: RunConfig, layout: RankLayout, scratch: Path, options: ar
     trainer = MegatronTrainer(config, layout)
     figures = {"import_s": imported - started, "build_s": time.perf_counter() - imported}
     figures |= measure(trainer, scratch, make_samples(options))
+    if options.resume:
+        figures |= resume(trainer, options.resume, make_samples(options))
     trainer.close()
     if layout.rank == 0:
         pipe.send(figures)
 
 
 def transformers_logprobs(folder: Path, options: argparse.Namespace) -> list[np.ndarray]:
-    device = "cpu" if options.tiny else "cuda"
+    device = "cpu" if options.cpu else "cuda"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).to(device).eval()
     expected = []
     for sample in make_samples(options)[:CHECKED_SAMPLES]:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import learning
+import learning_runs
 import yaml
 
 from relax_pipeline.rewards.dapo import DapoScorer
@@ -29,7 +29,7 @@ from relax_pipeline.types import ScoreRequest
 
 WARM_UP = 3
 """Steps at the start that are not counted."""
-RECIPE = yaml.safe_load((learning.RECIPES / "smollm2-arithmetic.yaml").read_text())
+RECIPE = yaml.safe_load((learning_runs.RECIPES / "smollm2-arithmetic.yaml").read_text())
 
 
 def reward(prompts: list[Any], completions: list[Any], label: list[str], **_: Any) -> list[float]:
@@ -132,11 +132,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--limit", type=float, default=300, help="seconds our run may take")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--variant", choices=tuple(learning.VARIANTS), default="megatron-sglang-adapter")
+    parser.add_argument("--variant", choices=tuple(learning_runs.VARIANTS), default="megatron-sglang-adapter")
     parser.add_argument("--set", dest="settings", action="append", default=[], help="for our run, as for train")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    learning.prepare(options.folder)
+    learning_runs.prepare(options.folder)
     runs: dict[str, dict[str, Any]] = {}
     for name, batching in (("TRL, transformers", False), ("TRL, continuous batching", True)):
         memory: dict[str, Any] = {}
@@ -149,13 +149,13 @@ def main() -> None:
     ours: dict[str, Any] = {}
     settings = [f"steps={options.steps}", "checkpoint.every=1000", "evaluation.every=1000", *options.settings]
     with peak_memory(ours):
-        run = learning.train(options.variant, options.folder, settings, kill_after=None, limit=options.limit)
+        run = learning_runs.train(options.variant, options.folder, settings, limit=options.limit)
     rows: Any = run["rows"]
     ours["seconds"] = [row["seconds/step"] for row in rows[1:] if "seconds/step" in row]
     ours["rewards"] = [row["reward/mean"] for row in rows if "reward/mean" in row]
     runs[f"relax-pipeline, {options.variant}"] = ours
     options.results.mkdir(parents=True, exist_ok=True)
-    facts = {"versions": learning.versions(), "settings": options.settings, "runs": runs}
+    facts = {"versions": learning_runs.versions(), "settings": options.settings, "runs": runs}
     (options.results / "peer_trl.json").write_text(json.dumps(facts, indent=1) + "\n")
     print("\n".join(table(runs)))
 

@@ -43,13 +43,17 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 one GPU."""
 
 
-def make_model(folder: Path, shape: str) -> None:
-    """Write a model of random bfloat16 weights, unless it is there."""
+def make_model(folder: Path, shape: str, *, layers: int | None = None, dtype: str = "bfloat16") -> None:
+    """Write a model of random weights, unless it is there; `layers`: fewer than the shape has."""
     if (folder / "config.json").is_file():
         return
-    make_config = Qwen3MoeConfig if "num_experts" in SHAPES[shape] else Qwen3Config
-    config = make_config(**SHAPES[shape], max_position_embeddings=4096, dtype="bfloat16")
+    values = {**SHAPES[shape], "max_position_embeddings": 4096, "dtype": dtype}
+    values |= {"num_hidden_layers": layers} if layers else {}
+    make_config = Qwen3MoeConfig if "num_experts" in values else Qwen3Config
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(make_config(**values), dtype=getattr(torch, dtype))
     model.save_pretrained(folder)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import statistics
 import time
@@ -50,6 +51,22 @@ def measure(trainer: Trainer, scratch: Path, samples: Sequence[TrainingSample]) 
         "checkpoint_bytes": sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()),
         **colocation(trainer),
     }
+
+
+def resume(trainer: Trainer, folder: Path, samples: Sequence[TrainingSample]) -> dict[str, Any]:
+    """Take one step from the state in the folder, which is saved by the first who comes; return how it differs."""
+    state, expected = folder / "state", folder / "next_step.json"
+    saved = expected.is_file()
+    if saved:
+        trainer.load(state)
+    else:
+        trainer.save(state)
+    step = trainer.forward_backward(samples, temperature=1.0) | trainer.optim_step()
+    if not saved:
+        expected.write_text(json.dumps(step))  # every rank writes the same
+        return {"saved_loss": step["loss"]}
+    theirs = json.loads(expected.read_text())
+    return {f"resumed_{key}_difference": abs(step[key] / theirs[key] - 1) for key in ("loss", "grad_norm")}
 
 
 def merge(trainer: Trainer) -> None:
@@ -108,4 +125,7 @@ def table(name: str, figures: dict[str, Any]) -> list[str]:
         ("logprob difference to transformers, mean / max",
          f"{figures['logprob_diff_mean']:.2e} / {figures['logprob_diff_max']:.2e}"),
     ]  # fmt: skip
+    if "resumed_loss_difference" in figures:
+        differences = f"{figures['resumed_loss_difference']:.2e} / {figures['resumed_grad_norm_difference']:.2e}"
+        rows.append(("after resuming another layout's state: loss / gradient norm differ by", differences))
     return [f"| {name} | value |", "|---|---|", *(f"| {label} | {value} |" for label, value in rows)]
