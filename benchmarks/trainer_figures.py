@@ -55,6 +55,7 @@ def measure(trainer: Trainer, scratch: Path, samples: Sequence[TrainingSample]) 
 
 def resume(trainer: Trainer, folder: Path, samples: Sequence[TrainingSample]) -> dict[str, Any]:
     """Take one step from the state in the folder, which is saved by the first who comes; return how it differs."""
+    folder.mkdir(parents=True, exist_ok=True)
     state, expected = folder / "state", folder / "next_step.json"
     saved = expected.is_file()
     if saved:

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_sglang import sglang_config
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from relax_pipeline.errors import EngineError
 from relax_pipeline.lora.adapter import make_adapter
 from relax_pipeline.rollout.sglang import launch
 from relax_pipeline.rollout.sglang.checks import check_adapter
 from relax_pipeline.rollout.sglang.launch import LoraRoom
+from relax_pipeline.rollout.sglang.make import lora_room
 from relax_pipeline.types import Adapter, AdapterSpec
 
 EXPERTS, INSIDE, INTERMEDIATE, RANK = 3, 7, 5, 2
@@ -75,6 +78,14 @@ def test_sglang_makes_the_same_of_packed_experts(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "the same"), done.stderr[-2000:]
+
+
+def test_a_model_of_experts_gets_room_for_all_their_modules(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 4}
+    config = Qwen3MoeConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    room = lora_room(sglang_config(tmp_path, tmp_path, lora={"rank": 4, "alpha": 4}))
+    assert room.leaf_modules == ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 
 
 def test_packed_experts_pass_the_checks() -> None:
