@@ -39,27 +39,28 @@ PHASES = {
 }
 
 
-def prepare(folder: Path, shape: str) -> None:
-    """Write the model, a tokenizer whose words are numbers, and prompts of random words."""
-    make_model(folder / "model", shape)
-    size = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
+def prepare(folder: Path, shape: str) -> Path:
+    """Write a model with a tokenizer whose words are numbers, and prompts of random words; return the model folder."""
+    model = make_model(folder, shape)
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
     special = {"unk_token": "<unknown>", "eos_token": "<end>", "pad_token": "<padding>"}
     words = [*special.values(), *(f"w{number}" for number in range(len(special), size))]
     tokenizer = Tokenizer(models.WordLevel(dict(zip(words, range(size), strict=True)), unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(model)
     draw = random.Random(0)
     rows = [" ".join(draw.choices(words[len(special) :], k=PROMPT_TOKENS)) for _ in range(512)]
     lines = [json.dumps({"prompt": row, "label": "even"}) for row in rows]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    return model
 
 
-def settings(folder: Path, options: argparse.Namespace) -> list[str]:
+def settings(model: Path, options: argparse.Namespace) -> list[str]:
     tiny = options.shape == "tiny"
     return [
         f"steps={options.steps}",
-        f"model.path={folder / 'model'}",
-        f"data.train.path={folder / 'prompts.jsonl'}",
+        f"model.path={model}",
+        f"data.train.path={options.folder / 'prompts.jsonl'}",
         f"data.max_prompt_tokens={PROMPT_TOKENS}",
         "data.chat_template=false",
         "evaluation=null",
@@ -83,12 +84,10 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600, help="seconds the run may take")
     parser.add_argument("--set", dest="settings", action="append", default=[], help="as for train")
     options = parser.parse_args()
-    prepare(options.folder, options.shape)
+    model = prepare(options.folder, options.shape)
     memory: dict[str, Any] = {}
     with peak_memory(memory):
-        run = learning_runs.train(
-            options.variant, options.folder, settings(options.folder, options), limit=options.limit
-        )
+        run = learning_runs.train(options.variant, options.folder, settings(model, options), limit=options.limit)
     rows: Any = run["rows"]
     if options.results:
         options.results.mkdir(parents=True, exist_ok=True)

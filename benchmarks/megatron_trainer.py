@@ -15,11 +15,10 @@ import argparse
 import json
 import multiprocessing
 import os
-import shutil
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -34,13 +33,10 @@ from relax_pipeline.types import TrainingSample
 
 def main() -> None:
     options = parse()
-    scratch = options.folder / f"megatron-{uuid4().hex[:8]}"
-    try:
-        make_model(scratch / "model", options.shape, layers=options.layers, dtype=options.dtype)
-        figures = run_ranks(make_config(scratch / "model", options), scratch, options)
-        expected = transformers_logprobs(scratch / "model", options)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    model = make_model(options.folder, options.shape, layers=options.layers, dtype=options.dtype)
+    with TemporaryDirectory(dir=options.folder) as scratch:
+        figures = run_ranks(make_config(model, options), Path(scratch), options)
+    expected = transformers_logprobs(model, options)
     differences = np.abs(np.concatenate(figures.pop("logprobs")) - np.concatenate(expected))
     figures |= {"logprob_diff_mean": float(differences.mean()), "logprob_diff_max": float(differences.max())}
     name = run_name(options)
@@ -51,7 +47,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="scratch space, 5 GB")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="models, which are kept, and scratch space")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sp", action="store_true", help="sequence parallel, with --tp above 1")

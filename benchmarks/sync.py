@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--offload", choices=["none", "kv_cache", "all"], default="none", help="then sleep is measured")
     parser.add_argument("--engine-args", nargs=argparse.REMAINDER, default=[], help="last: go to SGLang as they are")
     options = parser.parse_args()
-    make_model(options.folder / "model", options.shape)
+    options.model = make_model(options.folder, options.shape)
     facts: dict[str, Any] = describe(options)
     facts["rows"] = []
     for mode in options.modes:
@@ -89,7 +89,7 @@ def run_config(options: argparse.Namespace, mode: Mode, transport: str) -> RunCo
         "run_name": mode,
         "output_dir": str(options.folder / "runs"),
         "steps": 1,
-        "model": {"path": str(options.folder / "model"), "dtype": "bfloat16" if cuda else "float32"},
+        "model": {"path": str(options.model), "dtype": "bfloat16" if cuda else "float32"},
         "lora": {"rank": options.rank, "alpha": options.rank},
         "data": {"train": {"path": "unused"}},
         "trainer": {"kind": options.trainer},

@@ -43,17 +43,19 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 one GPU."""
 
 
-def make_model(folder: Path, shape: str, *, layers: int | None = None, dtype: str = "bfloat16") -> None:
-    """Write a model of random weights, unless it is there; `layers`: fewer than the shape has."""
-    if (folder / "config.json").is_file():
-        return
+def make_model(folder: Path, shape: str, *, layers: int | None = None, dtype: str = "bfloat16") -> Path:
+    """Write a model of random weights below the folder, unless it is there; `layers`: fewer than the shape has."""
+    path = folder / "-".join([shape, dtype, *([f"{layers}-layers"] if layers else [])])
+    if (path / "config.json").is_file():
+        return path
     values = {**SHAPES[shape], "max_position_embeddings": 4096, "dtype": dtype}
     values |= {"num_hidden_layers": layers} if layers else {}
     make_config = Qwen3MoeConfig if "num_experts" in values else Qwen3Config
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(make_config(**values), dtype=getattr(torch, dtype))
-    model.save_pretrained(folder)
+    model.save_pretrained(path)
     del model
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -34,15 +35,31 @@ class PaddedBatch:
     """float32."""
 
 
-def micro_batches(samples: Sequence[TrainingSample], budget_tokens: int, *, packed: bool = False) -> list[list[int]]:
+def micro_batches(
+    samples: Sequence[TrainingSample], budget_tokens: int, *, packed: bool = False, multiple: int = 1
+) -> list[list[int]]:
     """Return indices into samples, each once, batched so that a padded batch holds at most budget_tokens.
 
-    Longest first, ties in their order, filled greedily; a sample longer than the budget is a batch of its own. Packed
-    batches have no padding, so only the samples' own tokens count.
+    Longest first, ties in their order; a sample longer than the budget is a batch of its own. There are as few batches
+    as the budget allows, or a multiple's more where they are to go round, and those are about equally large: the
+    largest of them sets the pace of all ranks and the peak of memory. Packed batches have no padding, so only the
+    samples' own tokens count.
     """
+    order = sorted(range(len(samples)), key=lambda index: -samples[index].num_tokens)
+    count = len(_filled(samples, order, budget_tokens, packed))
+    wanted = min(count + -count % multiple, len(samples))
+
+    def suffices(limit: int) -> bool:
+        return len(_filled(samples, order, limit, packed)) <= wanted
+
+    return _filled(samples, order, bisect_left(range(budget_tokens), True, key=suffices), packed)
+
+
+def _filled(samples: Sequence[TrainingSample], order: Sequence[int], limit: int, packed: bool) -> list[list[int]]:
+    """Return batches of consecutive samples, each filled as far as the limit of tokens allows."""
     batches: list[list[int]] = []
-    for index in sorted(range(len(samples)), key=lambda i: -samples[i].num_tokens):
-        if batches and _num_tokens(samples, [*batches[-1], index], packed) <= budget_tokens:
+    for index in order:
+        if batches and _num_tokens(samples, [*batches[-1], index], packed) <= limit:
             batches[-1].append(index)
         else:
             batches.append([index])

@@ -32,7 +32,7 @@ class Block(Mapping[str, torch.Tensor], ABC):
 
     def __init__(self, places: Mapping[str, Place]) -> None:
         self.places = dict(places)
-        self.num_bytes = max((place.stop for place in self.places.values()), default=0)
+        self.num_bytes = num_bytes(self.places)
 
     @abstractmethod
     def whole(self) -> torch.Tensor:
@@ -50,6 +50,11 @@ class Block(Mapping[str, torch.Tensor], ABC):
 
     def __len__(self) -> int:
         return len(self.places)
+
+
+def num_bytes(places: Mapping[str, Place]) -> int:
+    """Return the size of a block, gaps included."""
+    return max((place.stop for place in places.values()), default=0)
 
 
 def lay_out(tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:

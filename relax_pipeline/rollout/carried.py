@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from relax_pipeline.rollout.block import Block, Place, fill, lay_out
+from relax_pipeline.rollout.block import Block, Place, fill, lay_out, num_bytes
 from relax_pipeline.rollout.shared import SharedTensors
 
 
@@ -24,8 +24,7 @@ class CarriedTensors(Block):
         """Copy tensors of one device into a new block; from a GPU into memory that it writes at full speed."""
         places = lay_out(tensors)
         pinned = next(iter(tensors.values())).is_cuda
-        num_bytes = max(place.stop for place in places.values())
-        content = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        content = torch.empty(num_bytes(places), dtype=torch.uint8, pin_memory=pinned)
         fill(content, places, tensors)
         return cls(places, content)
 

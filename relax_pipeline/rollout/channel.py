@@ -45,9 +45,12 @@ class Channel:
         self._finish()
 
     def receive(self, block: torch.Tensor) -> None:
-        """Fill a block of the same size: on the GPU with NCCL, of the host's memory with gloo."""
+        """Fill a block of the same size; with NCCL one in the host's memory is filled part by part through the GPU."""
         for part in self._parts(block):
-            self._group.recv([part], SENDER, 0).wait()
+            arrived = part if part.device.type == self._device.type else torch.empty_like(part, device=self._device)
+            self._group.recv([arrived], SENDER, 0).wait()
+            if arrived is not part:
+                part.copy_(arrived)
         self._finish()
 
     def _parts(self, block: torch.Tensor) -> Iterator[torch.Tensor]:

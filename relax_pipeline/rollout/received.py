@@ -13,7 +13,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from relax_pipeline.errors import EngineError
-from relax_pipeline.rollout.block import Block, Place
+from relax_pipeline.rollout.block import Block, Place, num_bytes
 from relax_pipeline.rollout.channel import RECEIVER, Backend, Channel
 from relax_pipeline.rollout.device import DeviceTensors
 from relax_pipeline.rollout.shared import SharedTensors
@@ -32,6 +32,7 @@ class Sender:
     """Both ends show that they know it."""
     backend: Backend
     buffer_bytes: int
+    """Most that is on a GPU on its way."""
     timeout: float
     """Seconds for each part."""
 
@@ -44,14 +45,15 @@ class ReceivedTensors(Mapping[str, torch.Tensor]):
         self._block: Block | None = None
 
     def fetch(self) -> Block:
-        """Return the tensors in memory of this process's GPU; of this host where they do not come by NCCL.
+        """Return the tensors in memory of this process's GPU; in the host's where they do not come by NCCL, or are more
+        than `buffer_bytes`, which is the most that an engine's GPU holds of what it is sent.
 
         Raises:
             EngineError: The sender is gone, or did not send in time.
         """
         if self._block is None:
             block: Block
-            if self._sender.backend == "nccl":
+            if self._sender.backend == "nccl" and num_bytes(self._places) <= self._sender.buffer_bytes:
                 block = DeviceTensors.allocate(self._places, torch.device("cuda"))
                 content = block.whole()
             else:

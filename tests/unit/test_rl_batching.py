@@ -29,6 +29,21 @@ def test_micro_batches_by_hand():
     assert micro_batches(samples, 12) == [[1], [3, 4], [0, 2]]
 
 
+def test_batches_are_about_equally_large():
+    samples = [sample(1, tokens) for tokens in (6, 5, 4, 3, 2, 1)]
+    filled_up = [[0, 1, 2], [3, 4, 5]]  # 18 and 9 tokens
+    assert micro_batches(samples, 18, packed=True) != filled_up
+    assert micro_batches(samples, 18, packed=True) == [[0, 1], [2, 3, 4, 5]]
+
+
+def test_batches_go_round_where_there_are_samples_enough():
+    samples = [sample(1, 3)] * 6
+    assert micro_batches(samples, 24, packed=True) == [[0, 1, 2, 3, 4, 5]]
+    assert micro_batches(samples, 24, packed=True, multiple=2) == [[0, 1, 2], [3, 4, 5]]
+    assert micro_batches(samples, 12, packed=True, multiple=6) == [[0], [1], [2], [3], [4], [5]]
+    assert micro_batches(samples, 24, packed=True, multiple=8) == [[0], [1], [2], [3], [4], [5]]
+
+
 def test_a_sample_over_the_budget_is_alone():
     assert micro_batches([sample(2, 2), sample(9, 9), sample(2, 2)], 8) == [[1], [0, 2]]
 

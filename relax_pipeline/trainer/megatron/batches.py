@@ -89,7 +89,7 @@ def rank_batches(
         length_multiple: A rank's tokens are padded to a multiple of this, as sequence parallelism needs.
         count_multiple: Micro-batches are padded, without effect, to a multiple of this, as pipelines in pieces need.
     """
-    batches = micro_batches(samples, budget_tokens, packed=True)
+    batches = micro_batches(samples, budget_tokens, packed=True, multiple=world_size * count_multiple)
     mine = split_for_rank(batches, samples, rank=rank, world_size=world_size, packed=True)
     mine += [[] for _ in range(-len(mine) % count_multiple)]
     return [
