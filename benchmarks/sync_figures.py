@@ -71,7 +71,7 @@ def decode_rate(processes: Processes, *, completions: int, tokens: int) -> float
 def measure_sleep(processes: Processes) -> dict[str, float]:
     """Return the seconds that an engine takes to free its memory and to take it back, and how much it freed."""
     before, begun = torch.cuda.mem_get_info()[0], time.perf_counter()
-    with processes.pool.asleep():
+    with processes.pool.asleep(before_waking=processes.trainer.release_memory):
         sleep = time.perf_counter() - begun
         freed = torch.cuda.mem_get_info()[0] - before
         begun = time.perf_counter()

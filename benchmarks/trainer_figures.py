@@ -49,7 +49,8 @@ def measure(trainer: Trainer, scratch: Path, samples: Sequence[TrainingSample]) 
         "save_s": save_s,
         "load_s": load_s,
         "checkpoint_bytes": sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()),
-        **colocation(trainer),
+        "release_s": seconds(trainer.release_memory),
+        "released_gib": torch.cuda.memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0,
     }
 
 
@@ -73,17 +74,6 @@ def resume(trainer: Trainer, folder: Path, samples: Sequence[TrainingSample]) ->
 def merge(trainer: Trainer) -> None:
     for names in trainer.bucket_names(512 << 20):
         trainer.export_weights(names)
-
-
-def colocation(trainer: Any) -> dict[str, float]:
-    """Seconds to leave the GPU and to come back, and what stays on it meanwhile."""
-    started = time.perf_counter()
-    trainer.sleep()
-    slept = time.perf_counter()
-    left = torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-    woken = time.perf_counter()
-    trainer.wake()
-    return {"sleep_s": slept - started, "wake_s": time.perf_counter() - woken, "asleep_gib": left}
 
 
 def median_seconds(work: Callable[[], object]) -> float:
@@ -120,8 +110,7 @@ def table(name: str, figures: dict[str, Any]) -> list[str]:
         ("export merged, s", f"{figures['export_merged_s']:.2f}"),
         ("save / load, s (MiB)",
          f"{figures['save_s']:.2f} / {figures['load_s']:.2f} ({figures['checkpoint_bytes'] / 2**20:.0f})"),
-        ("sleep / wake, s (GiB left)",
-         f"{figures['sleep_s']:.2f} / {figures['wake_s']:.2f} ({figures['asleep_gib']:.2f})"),
+        ("give memory back, s (GiB kept)", f"{figures['release_s']:.3f} ({figures['released_gib']:.2f})"),
         ("first step's loss / gradient norm", f"{figures['loss']:.6f} / {figures['grad_norm']:.5g}"),
         ("logprob difference to transformers, mean / max",
          f"{figures['logprob_diff_mean']:.2e} / {figures['logprob_diff_max']:.2e}"),

@@ -88,6 +88,10 @@ class RemoteTrainer:
         norms: dict[str, float] = self._all("adapter_norms")
         return norms
 
+    def release_memory(self) -> None:
+        """See `Trainer.release_memory`."""
+        self._all("release_memory")
+
     def save(self, folder: Path) -> None:
         """See `Trainer.save`."""
         self._all("save", folder)

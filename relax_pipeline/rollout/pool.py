@@ -122,12 +122,17 @@ class EnginePool:
         return self._gate.closed()
 
     @contextmanager
-    def asleep(self) -> Iterator[None]:
-        """Let the engines free their GPUs' memory, as far as they are set to, inside this block."""
+    def asleep(self, *, before_waking: Callable[[], None]) -> Iterator[None]:
+        """Let the engines free their GPUs' memory, as far as they are set to, inside this block.
+
+        Args:
+            before_waking: Gives back what was taken of that memory; not called where the block fails.
+        """
         with self.drained():
             self._each("sleep")
             try:
                 yield
+                before_waking()
             finally:
                 self._each("wake")
 

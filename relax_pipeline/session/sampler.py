@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from relax_pipeline.rl.groups import RolloutGroup
 from relax_pipeline.rollout.pool import EnginePool
 from relax_pipeline.seeds import derive_seed
+from relax_pipeline.trainer.base import Trainer
 from relax_pipeline.types import Completion, GenerateRequest, Prompt, SamplingParams, Score, ScoreRequest
 
 MorePrompts = Callable[[Mapping[int, RolloutGroup]], Sequence[Prompt]]
@@ -62,9 +63,9 @@ class Sampler:
         self._pool.generate(groups.ask(prompts), version=version, heal=self._heal, more=take)
         return [groups.complete[place] for place in sorted(groups.complete)]
 
-    def engines_asleep(self) -> AbstractContextManager[None]:
+    def engines_asleep(self, trainer: Trainer) -> AbstractContextManager[None]:
         """Return the block in which the engines give their GPUs to the trainer, as far as they are set to."""
-        return self._pool.asleep()
+        return self._pool.asleep(before_waking=trainer.release_memory)
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return the groups with their scores."""

@@ -119,10 +119,8 @@ class TrainingSession:
         assert rollout is not None, "score comes first"
         assert rollout.step == step
         self._unsaved_step, self._trains = None, True
-        with (
-            timed(self._row, "seconds/train"),
-            self._sampler.engines_asleep() if self.config.engine.sleeps else nullcontext(),
-        ):
+        asleep = self._sampler.engines_asleep(self._trainer) if self.config.engine.sleeps else nullcontext()
+        with timed(self._row, "seconds/train"), asleep:
             metrics = learn(self._trainer, rollout, self.config)
         self._trains = False
         self._position = rollout.next_position

@@ -151,6 +151,10 @@ class Trainer(Protocol):
         """
         ...
 
+    def release_memory(self) -> None:
+        """Give the GPU back what is kept of it for reuse, before engines that share it take their memory again."""
+        ...
+
     def close(self) -> None:
         """Free memory and leave the process group."""
         ...

@@ -182,6 +182,10 @@ class FsdpTrainer:
         base = Path(self._config.model.path)
         self._policy.take(read_warm_start(folder, spec=self._policy.spec, modules=self._policy.modules, base=base))
 
+    def release_memory(self) -> None:
+        """See `Trainer.release_memory`."""
+        torch.cuda.empty_cache()
+
     def close(self) -> None:
         """See `Trainer.close`."""
         self._saving.shutdown()

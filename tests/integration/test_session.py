@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,25 @@ def test_held_out_prompts_are_answered_by_the_served_version(start: Callable[...
     assert first == again
     assert first["eval/policy_version"] == 1
     assert first["eval/accuracy"] == first["eval/reward"]
+
+
+def test_trainer_gives_memory_back_before_engines_that_slept_take_theirs(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, events = start(), []
+    run.session.sync()
+    for owner, method in (
+        (run.pool.slots[0].engine, "sleep"),
+        (run.trainer, "release_memory"),
+        (run.pool.slots[0].engine, "wake"),
+    ):
+        monkeypatch.setattr(owner, method, partial(events.append, method))
+    with run.session._sampler.engines_asleep(run.trainer):
+        events.append("train")
+    assert events == ["sleep", "train", "release_memory", "wake"]
+    with pytest.raises(TrainerError), run.session._sampler.engines_asleep(run.trainer):
+        raise TrainerError("lost")
+    assert events[4:] == ["sleep", "wake"]
 
 
 def test_samples_show_what_was_trained(start: Callable[..., Run]) -> None:

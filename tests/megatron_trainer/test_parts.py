@@ -187,21 +187,7 @@ def test_both_trainers_have_the_same_logprobs_loss_and_gradient(
         torch.testing.assert_close(gradient[name], expected_grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-# --- Sleeping ---
-
-
-def test_a_trainer_that_slept_goes_on_as_if_it_had_not(folder: Callable[[str], Path]) -> None:
-    from relax_pipeline.trainer.megatron import MegatronTrainer
-
-    rested, awake = (MegatronTrainer(megatron_config(folder("qwen3"))) for _ in range(2))
-    train(rested, updates=1)
-    train(awake, updates=1)
-    rested.sleep()
-    with pytest.raises(TrainerError, match="the trainer sleeps, its weights are in host memory; call wake first"):
-        rested.logprobs(make_samples(2), temperature=1.0)
-    rested.wake()
-    assert train(rested, updates=2, first=1) == train(awake, updates=2, first=1)
-    rested.close()
+# --- Steps ---
 
 
 def test_an_adapter_written_behind_training_is_that_of_before(folder: Callable[[str], Path], tmp_path: Path) -> None:

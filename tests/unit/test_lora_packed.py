@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from relax_pipeline.lora.names import lora_key
+from relax_pipeline.lora.norms import delta_norms
 from relax_pipeline.lora.packed import leaves, packed_module, packed_shapes, pair, unpacked
 
 EXPERTS, INSIDE, INTERMEDIATE, RANK = 3, 5, 4, 2
@@ -40,6 +42,20 @@ def test_gate_and_up_share_one_first_half() -> None:
     gate_A, up_A = (named[lora_key(f"{PARENT}.1.{leaf}", "A")] for leaf in ("gate_proj", "up_proj"))
     assert gate_A.data_ptr() == up_A.data_ptr()
     assert gate_A[0].tolist() == [10, 11, 12, 13, 14]
+
+
+def test_packed_experts_have_the_norms_of_their_modules() -> None:
+    norms = delta_norms(packed(), scaling=0.5)
+    named = unpacked(packed())
+    alone: dict[str, float] = {}
+    for key in named:
+        module, _, half = key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        if half == "B":
+            delta = 0.5 * named[key].double() @ named[lora_key(module, "A")].double()
+            kind = module.rpartition(".")[2]
+            alone[kind] = alone.get(kind, 0.0) + float(delta.square().sum())
+    assert norms.keys() == {"gate_proj", "up_proj", "down_proj", "q_proj"}
+    assert norms == pytest.approx({kind: square**0.5 for kind, square in alone.items()}, rel=1e-5)
 
 
 def test_a_pair_is_found_by_either_name() -> None:

@@ -113,11 +113,6 @@ class MasterOptimizer:
             self.set_moments(name, {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}, updates=0)
         return {key: state[key] for key in ("exp_avg", "exp_avg_sq")}
 
-    def move_moments(self, device: torch.device) -> None:
-        """Keep exp_avg and exp_avg_sq there from now on."""
-        for state in self._adamw.state.values():
-            state |= {key: state[key].to(device) for key in ("exp_avg", "exp_avg_sq")}
-
     def set_moments(self, name: str, moments: Mapping[str, torch.Tensor], *, updates: int) -> None:
         """Continue from these, after that many steps."""
         self._adamw.state[self.masters[name]] |= {"step": torch.tensor(float(updates)), **moments}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -90,10 +89,11 @@ class PortableAttention(nn.Module):
         self, query_NHD: torch.Tensor, key_MHD: torch.Tensor, value_MHD: torch.Tensor, packed: Packing
     ) -> torch.Tensor:
         outputs = []
-        chunks = pairwise(packed.bounds_queries.tolist()), pairwise(packed.bounds_keys.tolist())
-        for (start, end), (first_key, last_key) in zip(*chunks, strict=True):
-            query = query_NHD[start:end].transpose(0, 1)[None]
-            key, value = (x[first_key:last_key].transpose(0, 1)[None] for x in (key_MHD, value_MHD))
+        # Not by slices: each would have a gradient as long as N.
+        queries = torch.split(query_NHD, packed.bounds_queries.diff().tolist())
+        keys, values = (torch.split(x_MHD, packed.bounds_keys.diff().tolist()) for x_MHD in (key_MHD, value_MHD))
+        for chunk in zip(queries, keys, values, strict=True):
+            query, key, value = (x.transpose(0, 1)[None] for x in chunk)
             earlier = key.shape[2] - query.shape[2]  # keys before the first query
             mask = query.new_ones((query.shape[2], key.shape[2]), dtype=torch.bool).tril(earlier) if earlier else None
             output_1HND = functional.scaled_dot_product_attention(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,6 @@ from relax_pipeline.trainer.megatron.batches import own_batches
 from relax_pipeline.trainer.megatron.exports import Exports
 from relax_pipeline.trainer.megatron.forward import Passes
 from relax_pipeline.trainer.megatron.model import build_model
-from relax_pipeline.trainer.megatron.offload import sleep, wake
 from relax_pipeline.trainer.megatron.optimizer import MasterOptimizer
 from relax_pipeline.trainer.megatron.parallel import join, leave
 from relax_pipeline.trainer.megatron.patches import runnable
@@ -41,7 +40,7 @@ class MegatronTrainer:
         self._config, self._settings = config, config.trainer
         self._device = resolve_device(config.trainer.device)
         self._transformer_engine = uses_transformer_engine(self._settings, self._device)
-        self._updates, self._asleep = 0, False
+        self._updates = 0
         self._save: Save | None = None
         with self._machine():
             self._ranks = join(layout or RankLayout(), self._settings, device=self._device, seed=config.seed)
@@ -161,36 +160,19 @@ class MegatronTrainer:
             )
         self._exports.forget()
 
+    def release_memory(self) -> None:
+        """See `Trainer.release_memory`."""
+        torch.cuda.empty_cache()
+
     def close(self) -> None:
         """See `Trainer.close`."""
         if self._save:
             self._save.wait()
         leave()
 
-    def sleep(self) -> None:
-        """Free the GPU of all but the adapter until `wake`; any other call raises."""
-        with self._machine():
-            self._exports.forget()
-            sleep(self._model, self._optimizer)
-        self._asleep = True
-
-    def wake(self) -> None:
-        """Go on as if `sleep` had not been called."""
-        self._asleep = False
-        with self._machine():
-            wake(self._model, self._optimizer, self._device)
-
-    @contextmanager
-    def _machine(self) -> Iterator[None]:
-        """Work with the model inside this block.
-
-        Raises:
-            TrainerError: The trainer sleeps.
-        """
-        if self._asleep:
-            raise TrainerError("the trainer sleeps, its weights are in host memory; call wake first")
-        with runnable(self._device, transformer_engine=self._transformer_engine):
-            yield
+    def _machine(self) -> AbstractContextManager[None]:
+        """Return the block in which Megatron runs on this machine."""
+        return runnable(self._device, transformer_engine=self._transformer_engine)
 
     def _refuse_unless_finite(self, name: str, value: float) -> None:
         if not math.isfinite(value):
