@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import learning_runs
-from peer_trl import peak_memory
 from sync_models import SHAPES, make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -86,7 +85,7 @@ def main() -> None:
     options = parser.parse_args()
     model = prepare(options.folder, options.shape)
     memory: dict[str, Any] = {}
-    with peak_memory(memory):
+    with learning_runs.peak_memory(memory):
         run = learning_runs.train(options.variant, options.folder, settings(model, options), limit=options.limit)
     rows: Any = run["rows"]
     if options.results:

@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "deployments" / "recipes"
@@ -130,3 +132,23 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "absent"
     return found
+
+
+@contextmanager
+def peak_memory(figures: dict[str, Any]) -> Iterator[None]:
+    """Put into figures the most memory, in GiB, that the first visible GPU had in use meanwhile."""
+    import torch  # noqa: PLC0415
+
+    over = threading.Event()
+
+    def watch() -> None:
+        while torch.cuda.is_available() and not over.wait(0.2):
+            figures["peak_gib"] = max(figures.get("peak_gib", 0.0), torch.cuda.device_memory_used() / 2**30)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()

@@ -71,18 +71,40 @@ def test_peaks_measured_on_h200s_are_predicted(layout: dict[str, int], measured_
     assert (memory.total + then) / GIB == pytest.approx(measured_gib, rel=0.03)
 
 
-def test_peak_measured_since_then_is_predicted() -> None:
+@pytest.mark.parametrize(
+    ("layers", "tokens", "layout", "measured_gib"),
+    [
+        (18, 16384, {}, 44.54),
+        (36, 16384, {}, 79.24),
+        (36, 16384, {"tensor_parallel_size": 2}, 45.29),
+        # 22,227 tokens in two batches, both of which the first stage holds
+        (36, 22227 // 2, {"pipeline_parallel_size": 2}, 49.46),
+    ],
+)
+def test_peaks_of_4_billion_parameters_are_predicted(
+    layers: int, tokens: int, layout: dict[str, int], measured_gib: float
+) -> None:
     shape = Qwen3Config(
         vocab_size=151936,
         hidden_size=2560,
         intermediate_size=9728,
-        num_hidden_layers=18,
+        num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=128,
     )
-    memory = of_rank(megatron(micro_batch_tokens=16384), shape, Parameters(2_205_713_408), Parameters(28_606_464))
-    assert memory.total / GIB == pytest.approx(44.54, rel=0.05)  # half of a 4 B model, one H200
+    base = Parameters(388_958_720 + layers * 100_930_816)
+    memory = of_rank(megatron(micro_batch_tokens=tokens, **layout), shape, base, Parameters(layers * 1_589_248))
+    assert memory.total / GIB == pytest.approx(measured_gib, rel=0.05)
+
+
+def test_a_pipeline_is_as_large_as_its_larger_end() -> None:
+    whole = of_rank(megatron(), SHAPE)
+    halves = of_rank(megatron(pipeline_parallel_size=2), SHAPE)
+    assert (halves.activations, halves.logits) == (whole.activations, 0)  # the first stage holds both batches
+    short = of_rank(megatron(pipeline_parallel_size=2, recompute="full"), SHAPE)
+    alone = of_rank(megatron(recompute="full"), SHAPE)
+    assert (short.activations, short.logits) == (alone.activations // 2, alone.logits)
 
 
 def test_parts_by_hand() -> None:
