@@ -17,6 +17,7 @@ from typing import IO, Any, Literal
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "deployments" / "recipes"
+RECIPE = RECIPES / "smollm2-arithmetic.yaml"
 ADAPTER, MERGE = ("sync.mode=adapter",), ("sync.mode=merge",)
 FULL = ("lora.rank=0", "sync.mode=merge", "optimizer.learning_rate=5e-6")
 AHEAD = (*ADAPTER, "rollout.staleness=1")
@@ -45,6 +46,19 @@ def prepare(folder: Path) -> None:
             subprocess.run([sys.executable, str(RECIPES / script), str(output)], check=True)
 
 
+def overrides(name: str, folder: Path, settings: Sequence[str]) -> list[str]:
+    """Return what a variant sets of the recipe; the settings have the last word."""
+    return [
+        f"run_name={name}",
+        f"output_dir={folder / 'runs'}",
+        f"model.path={folder / 'smollm2'}",
+        f"data.train.path={folder / 'arithmetic' / 'train.jsonl'}",
+        f"evaluation.source.path={folder / 'arithmetic' / 'heldout.jsonl'}",
+        *VARIANTS[name],
+        *settings,
+    ]
+
+
 def train(
     name: str,
     folder: Path,
@@ -59,17 +73,8 @@ def train(
     After the step `kill_after` the victim is ended by SIGKILL: the run, which the same command starts again, or an
     engine, which the run itself has to replace.
     """
-    overrides = [
-        f"run_name={name}",
-        f"output_dir={folder / 'runs'}",
-        f"model.path={folder / 'smollm2'}",
-        f"data.train.path={folder / 'arithmetic' / 'train.jsonl'}",
-        f"evaluation.source.path={folder / 'arithmetic' / 'heldout.jsonl'}",
-        *VARIANTS[name],
-        *settings,
-    ]
-    command = [sys.executable, "-m", "flows.cli", "train", str(RECIPES / "smollm2-arithmetic.yaml")]
-    command += [part for override in overrides for part in ("--set", override)]
+    command = [sys.executable, "-m", "flows.cli", "train", str(RECIPE)]
+    command += [part for override in overrides(name, folder, settings) for part in ("--set", override)]
     log = folder / f"{name}.log"
     started = time.monotonic()
     kills = 0

@@ -4,7 +4,8 @@
     pip install --target /tmp/vllm vllm==0.26.0    # the last for torch 2.11; its openai is newer than SGLang's
     python benchmarks/peer_trl.py --folder /tmp/learning --trl-path /tmp/vllm
 
-SmolLM2-135M, LoRA on all linear layers, one optimizer step a batch, the same prompts, rewards, lengths, learning rate.
+SmolLM2-135M, or random weights of a shape; LoRA on all linear layers, one optimizer step a batch, the same prompts,
+rewards, lengths, learning rate: TRL's settings follow from our run's.
 TRL generates with transformers, with continuous batching, and with vLLM in the process and on the GPU that train.
 """
 
@@ -16,20 +17,23 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import breakdown
 import learning_runs
 import trl_runs
+from sync_models import SHAPES
 
-WARM_UP = 3
-"""Steps at the start that are not counted."""
+from relax_pipeline.config.loading import load_config
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where to work")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights and long completions, as in breakdown.py")
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--warm-up", type=int, default=3, help="steps at the start that are not counted")
+    parser.add_argument("--at-once", type=int, default=64, help="samples in one pass of TRL's")
     parser.add_argument("--limit", type=float, default=300, help="seconds a run may take")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--trl", nargs="*", choices=tuple(trl_runs.TRL), default=tuple(trl_runs.TRL), help="how TRL generates"
     )
@@ -38,16 +42,15 @@ def main() -> None:
     parser.add_argument("--set", dest="settings", action="append", default=[], help="for our run, as for train")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    learning_runs.prepare(options.folder)
+    settings = prepare(options)
+    config = load_config(learning_runs.RECIPE, learning_runs.overrides(options.variant, options.folder, settings))
     runs: dict[str, dict[str, Any]] = {}
     for variant in options.trl:
         figures = runs[f"TRL, {variant}"] = {}
         with learning_runs.peak_memory(figures):
-            run = (options.folder, options.steps, variant, options.device)
-            figures |= trl_runs.in_own_process(options.limit, options.trl_path, *run)
+            figures |= trl_runs.in_own_process(options.limit, options.trl_path, config, variant, options.at_once)
         write(options, runs)
     ours = runs[f"relax-pipeline, {options.variant}"] = {}
-    settings = [f"steps={options.steps}", "checkpoint.every=1000", "evaluation.every=1000", *options.settings]
     with learning_runs.peak_memory(ours):
         rows: Any = learning_runs.train(options.variant, options.folder, settings, limit=options.limit)["rows"]
     trained = [row for row in rows[1:] if "seconds/step" in row]
@@ -55,11 +58,22 @@ def main() -> None:
     ours["rewards"] = [row["reward/mean"] for row in trained]
     ours["equal_rewards"] = [0.0 for _ in trained]  # such groups are replaced
     ours["phases"] = {
-        phase: statistics.median(row[phase] for row in trained[WARM_UP:] if phase in row)
-        for phase in sorted({phase for row in trained[WARM_UP:] for phase in row if "seconds" in phase})
+        phase: statistics.median(row[phase] for row in trained[options.warm_up :] if phase in row)
+        for phase in sorted({phase for row in trained[options.warm_up :] for phase in row if "seconds" in phase})
     }
     write(options, runs)
-    print("\n".join(table(runs)))
+    samples = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
+    print("\n".join(table(runs, samples, options.warm_up)))
+
+
+def prepare(options: argparse.Namespace) -> list[str]:
+    """Make model and prompts, and return our run's settings, which TRL's follow."""
+    if options.shape:
+        settings = breakdown.settings(breakdown.prepare(options.folder, options.shape), options)
+    else:
+        learning_runs.prepare(options.folder)
+        settings = [f"steps={options.steps}", *options.settings]
+    return [*settings, "checkpoint.every=1000", "evaluation=null"]
 
 
 def write(options: argparse.Namespace, runs: dict[str, dict[str, Any]]) -> None:
@@ -68,26 +82,25 @@ def write(options: argparse.Namespace, runs: dict[str, dict[str, Any]]) -> None:
     (options.results / "peer_trl.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def table(runs: dict[str, dict[str, Any]]) -> list[str]:
+def table(runs: dict[str, dict[str, Any]], samples: int, warm_up: int) -> list[str]:
     lines = ["| | s a step, median | completions with a gradient, a second | relative | peak GiB of the GPU |"]
     lines.append("|---|---|---|---|---|")
-    rates = {name: rate(run) for name, run in runs.items() if len(run.get("seconds", [])) > WARM_UP}
+    counted = {name: run for name, run in runs.items() if len(run.get("seconds", [])) > warm_up}
+    rates = {name: rate(run, samples, warm_up) for name, run in counted.items()}
     reference = next(reversed(rates.values()), 1.0)
     for name, run in runs.items():
         if name in rates:
-            figures = f"{statistics.median(run['seconds'][WARM_UP:]):.2f} | {rates[name]:.1f}"
+            figures = f"{statistics.median(run['seconds'][warm_up:]):.2f} | {rates[name]:.1f}"
             lines.append(f"| {name} | {figures} | {rates[name] / reference:.2f} | {run.get('peak_gib', 0):.1f} |")
         else:
             lines.append(f"| {name} | {run.get('failure', 'too few steps')} | | | |")
     return lines
 
 
-def rate(run: dict[str, Any]) -> float:
+def rate(run: dict[str, Any], samples: int, warm_up: int) -> float:
     """Return completions a second whose group has different rewards: others train nothing, or train in vain."""
-    rollout = trl_runs.RECIPE["rollout"]
-    completions = rollout["prompts_per_step"] * rollout["completions_per_prompt"]
-    share = 1 - statistics.mean(run["equal_rewards"][WARM_UP:])
-    return float(completions * share / statistics.mean(run["seconds"][WARM_UP:]))
+    share = 1 - statistics.mean(run["equal_rewards"][warm_up:])
+    return float(samples * share / statistics.mean(run["seconds"][warm_up:]))
 
 
 if __name__ == "__main__":

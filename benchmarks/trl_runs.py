@@ -1,4 +1,4 @@
-"""A run of TRL's GRPOTrainer on the learning runs' model, prompts and rewards, in a process of its own."""
+"""A run of TRL's GRPOTrainer with the model, prompts, rewards and sizes of a run of ours, in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import os
 import sys
 import time
 from importlib.metadata import version
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import learning_runs
-import yaml
-
-from relax_pipeline.rewards.dapo import DapoScorer
+from relax_pipeline.config import RunConfig
+from relax_pipeline.rewards.build import build_scorer
 from relax_pipeline.types import ScoreRequest
 
 TRL: dict[str, dict[str, Any]] = {
@@ -26,68 +25,74 @@ TRL: dict[str, dict[str, Any]] = {
 """TRL's ways to generate, as settings of GRPOConfig. For vLLM TRL itself sets RANK, MASTER_PORT and the like."""
 LOSS: dict[str, Any] = {"loss_type": "dapo", "beta": 0.0, "epsilon": 0.2, "epsilon_high": 0.28}
 OUTPUT: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
-RECIPE = yaml.safe_load((learning_runs.RECIPES / "smollm2-arithmetic.yaml").read_text())
 
 
-def reward(prompts: list[Any], completions: list[Any], label: list[str], **_: Any) -> list[float]:
-    """Score as our recipe does, in the form TRL calls."""
-    score = DapoScorer()
-    return [
-        score(ScoreRequest(prompt=str(prompt), completion=completion[0]["content"], label=answer)).value
-        for prompt, completion, answer in zip(prompts, completions, label, strict=True)
-    ]
-
-
-def train_with_trl(folder: Path, steps: int, variant: str, device: str) -> dict[str, Any]:
-    """Train in this process; return seconds, mean reward and share of groups with equal rewards of each step."""
+def train_with_trl(config: RunConfig, variant: str, at_once: int) -> dict[str, Any]:
+    """Train in this process as a run of ours would; return seconds, mean reward and equal groups of each step."""
     import torch  # noqa: PLC0415 - in a process of its own
     from datasets import Dataset  # noqa: PLC0415
     from peft import LoraConfig  # noqa: PLC0415
     from transformers import TrainerCallback  # noqa: PLC0415
-    from trl import GRPOConfig, GRPOTrainer  # noqa: PLC0415
+    from trl import GRPOTrainer  # noqa: PLC0415
+
+    ends: list[float] = []
 
     class Clock(TrainerCallback):
-        ends: list[float] = []  # noqa: RUF012
-
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            if device == "cuda":
+            if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            self.ends.append(time.perf_counter())
+            ends.append(time.perf_counter())
 
-    rollout, lora = RECIPE["rollout"], RECIPE["lora"]
-    config = GRPOConfig(
-        output_dir=str(folder / "trl"),
-        max_steps=steps,
-        per_device_train_batch_size=rollout["prompts_per_step"] * rollout["completions_per_prompt"],
-        num_generations=rollout["completions_per_prompt"],
-        max_completion_length=rollout["max_new_tokens"],
-        learning_rate=RECIPE["optimizer"]["learning_rate"],
-        lr_scheduler_type="constant",
-        bf16=device == "cuda",
-        use_cpu=device == "cpu",
-        model_init_kwargs={"dtype": "bfloat16" if device == "cuda" else "float32"},
-        gradient_checkpointing=False,
-        **(LOSS | OUTPUT | TRL[variant]),
-    )
-    rows = [json.loads(line) for line in (folder / "arithmetic" / "train.jsonl").read_text().splitlines()]
+    score = build_scorer(config.rewards)
+
+    def reward(prompts: list[Any], completions: list[Any], label: list[str], **_: Any) -> list[float]:
+        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+        parts = zip(prompts, texts, label, strict=True)
+        return [score(ScoreRequest(str(prompt), text, answer)).value for prompt, text, answer in parts]
+
+    rows = [json.loads(line) for line in Path(config.data.train.path).read_text().splitlines()]
     trainer = GRPOTrainer(
-        model=str(folder / "smollm2"),
+        model=config.model.path,
         reward_funcs=reward,
-        args=config,
+        args=settings(config, variant, at_once, cuda=torch.cuda.is_available()),
         train_dataset=Dataset.from_list(rows),
-        peft_config=LoraConfig(r=lora["rank"], lora_alpha=lora["alpha"], target_modules="all-linear"),
+        peft_config=LoraConfig(r=config.lora.rank, lora_alpha=int(config.lora.alpha), target_modules="all-linear"),
         callbacks=[Clock()],
     )
     trainer.train()
-    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    seconds = [end - start for start, end in zip(Clock.ends, Clock.ends[1:], strict=False)]
+    logged = [entry for entry in trainer.state.log_history if "reward" in entry]
     packages = ["torch", "transformers", "trl", *(["vllm"] if variant == "vllm" else [])]
     return {
-        "seconds": seconds,
-        "rewards": rewards,
-        "equal_rewards": [entry["frac_reward_zero_std"] for entry in trainer.state.log_history if "reward" in entry],
+        "seconds": [end - start for start, end in pairwise(ends)],
+        "rewards": [entry["reward"] for entry in logged],
+        "equal_rewards": [entry["frac_reward_zero_std"] for entry in logged],
         "versions": {name: version(name) for name in packages},
     }
+
+
+def settings(config: RunConfig, variant: str, at_once: int, *, cuda: bool) -> Any:
+    """Return TRL's GRPOConfig with one optimizer step a batch, at most `at_once` samples in a pass."""
+    from trl import GRPOConfig  # noqa: PLC0415
+
+    rollout = config.rollout
+    samples = rollout.prompts_per_step * rollout.completions_per_prompt
+    at_once = min(at_once, samples)
+    length = config.data.max_prompt_tokens + rollout.max_new_tokens
+    return GRPOConfig(
+        output_dir=f"{config.output_dir}/trl",
+        max_steps=config.steps,
+        per_device_train_batch_size=at_once,
+        gradient_accumulation_steps=samples // at_once,
+        num_generations=rollout.completions_per_prompt,
+        max_completion_length=rollout.max_new_tokens,
+        learning_rate=config.optimizer.learning_rate,
+        lr_scheduler_type="constant",
+        bf16=config.model.dtype == "bfloat16",
+        use_cpu=not cuda,
+        model_init_kwargs={"dtype": config.model.dtype},
+        gradient_checkpointing=False,
+        **(LOSS | OUTPUT | TRL[variant] | ({"vllm_max_model_length": length} if variant == "vllm" else {})),
+    )
 
 
 def send_run(sender: Connection, path: list[str], *run: Any) -> None:
