@@ -19,13 +19,14 @@ from relax_pipeline.errors import TrainerError
 from relax_pipeline.lora.adapter import write_adapter
 from relax_pipeline.lora.warm_start import read_warm_start
 from relax_pipeline.models import adapters_disabled
-from relax_pipeline.rl.batching import micro_batches, pad_batch
+from relax_pipeline.rl.batching import PaddedBatch
 from relax_pipeline.rl.objective import ObjectiveMetrics, finalize_metrics
 from relax_pipeline.safetensors_io.identity import model_digest
 from relax_pipeline.seeds import derive_seed
+from relax_pipeline.trainer.adamw import make_adamw
 from relax_pipeline.trainer.base import Bucket, Payload, RankLayout, TrainerInfo
 from relax_pipeline.trainer.fsdp_passes import Passes, local_batches
-from relax_pipeline.trainer.fsdp_ranks import join, reduce, saving_group
+from relax_pipeline.trainer.fsdp_ranks import gather, join, reduce, saving_group
 from relax_pipeline.trainer.fsdp_state import load_state, state_copy, write_state
 from relax_pipeline.trainer.policy import Policy, full_tensor
 from relax_pipeline.trainer.schedule import learning_rate
@@ -50,13 +51,7 @@ class FsdpTrainer:
             gradient_checkpointing=self._settings.gradient_checkpointing,
         )
         self._passes = Passes(self._policy, config.algorithm)
-        optimizer = config.optimizer
-        self._optimizer = torch.optim.AdamW(
-            self._policy.parameters.values(),
-            betas=(optimizer.beta1, optimizer.beta2),
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-        )
+        self._optimizer = make_adamw(self._policy.parameters.values(), config.optimizer)
         self._updates = 0
         self._written: Future[None] | None = None
 
@@ -82,14 +77,14 @@ class FsdpTrainer:
     ) -> list[NDArray[np.float32]]:
         """See `Trainer.logprobs`."""
         self._policy.model.eval()
-        results: dict[int, NDArray[np.float32]] = {}
+        mine: dict[int, NDArray[np.float32]] = {}
         with nullcontext() if adapter_enabled else adapters_disabled(self._policy.model):
-            for indices in micro_batches(samples, self._settings.micro_batch_tokens):
-                batch = pad_batch([samples[index] for index in indices], 0, self._device)
+            for indices, batch in self._batches(samples):
                 logprobs_BT = self._passes.token_logprobs(batch, temperature)[0].cpu().numpy()
-                for row, index in enumerate(indices):
-                    results[index] = logprobs_BT[row, : len(samples[index].completion_ids)].copy()
-        return [results[index] for index in range(len(samples))]
+                for index, row in zip(indices, logprobs_BT, strict=False):  # without samples there still is one row
+                    mine[index] = row[: len(samples[index].completion_ids)].copy()
+        found = gather(mine, self._layout)
+        return [found[index] for index in range(len(samples))]
 
     def forward_backward(self, samples: Sequence[TrainingSample], *, temperature: float) -> dict[str, float]:
         """See `Trainer.forward_backward`."""
@@ -97,7 +92,7 @@ class FsdpTrainer:
         self._policy.model.train()
         torch.manual_seed(derive_seed(self._config.seed, "dropout", self._updates, self._layout.rank))
         metrics: ObjectiveMetrics | None = None
-        for batch in local_batches(samples, self._settings.micro_batch_tokens, self._layout, self._device):
+        for _, batch in self._batches(samples):
             loss, part = self._passes.objective(
                 batch, temperature, token_total=token_total, sequence_total=sequence_total
             )
@@ -194,6 +189,9 @@ class FsdpTrainer:
 
     def _saved_base(self) -> dict[str, nn.Parameter]:
         return {} if self._config.saves_lora_only else self._policy.frozen
+
+    def _batches(self, samples: Sequence[TrainingSample]) -> list[tuple[list[int], PaddedBatch]]:
+        return local_batches(samples, self._settings.micro_batch_tokens, self._layout, self._device)
 
     def _refuse_unless_finite(self, name: str, value: float) -> None:
         if not math.isfinite(value):

@@ -80,8 +80,8 @@ class Passes:
 
 def local_batches(
     samples: Sequence[TrainingSample], budget_tokens: int, layout: RankLayout, device: torch.device
-) -> list[PaddedBatch]:
-    """Return a rank's micro-batches. All ranks get the same number, since each forward is a collective."""
+) -> list[tuple[list[int], PaddedBatch]]:
+    """Return a rank's micro-batches, and which samples each holds. All ranks get as many: each is a collective."""
     batches = micro_batches(samples, budget_tokens, multiple=layout.world_size)
     mine = split_for_rank(batches, samples, rank=layout.rank, world_size=layout.world_size)
-    return [pad_batch(batch_samples(samples, indices), 0, device) for indices in mine]
+    return [(indices, pad_batch(batch_samples(samples, indices), 0, device)) for indices in mine]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from relax_pipeline.config import FsdpTrainerConfig
 from relax_pipeline.models import resolve_device
@@ -33,6 +36,16 @@ def saving_group(layout: RankLayout, settings: FsdpTrainerConfig) -> dist.Proces
     timeout = timedelta(seconds=settings.step_timeout_seconds)
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     return group
+
+
+def gather(mine: dict[int, NDArray[np.float32]], layout: RankLayout) -> dict[int, NDArray[np.float32]]:
+    """Return the entries of all ranks, on all of them."""
+    parts: list[Any] = [None] * layout.world_size
+    if layout.world_size > 1:
+        dist.all_gather_object(parts, mine)
+    else:
+        parts[0] = mine
+    return {index: values for part in parts for index, values in part.items()}
 
 
 def reduce(values: dict[str, torch.Tensor], operation: dist.ReduceOp.RedOpType) -> None:

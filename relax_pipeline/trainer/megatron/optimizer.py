@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from relax_pipeline.config import OptimizerConfig
+from relax_pipeline.trainer.adamw import make_adamw
 from relax_pipeline.trainer.megatron.parallel import Ranks
 from relax_pipeline.trainer.megatron.sharding import copies
 
@@ -31,13 +32,9 @@ class MasterOptimizer:
         self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in parameters.items()}
         self._ranks, self._max_norm = ranks, config.max_grad_norm
         self._share = {name: 1 / copies(p, ranks.groups) for name, p in parameters.items()}
-        self._adamw = torch.optim.AdamW(
-            # A pipeline stage may have nothing to train, which AdamW refuses.
-            list(self.masters.values()) or [nn.Parameter(torch.zeros(0, device=ranks.device))],
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-        )
+        # A pipeline stage may have nothing to train, which AdamW refuses.
+        trained = list(self.masters.values()) or [nn.Parameter(torch.zeros(0, device=ranks.device))]
+        self._adamw = make_adamw(trained, config)
 
     def accumulate(self) -> None:
         """Add the gradients that Megatron has reduced to those of earlier calls."""
