@@ -51,13 +51,14 @@ def measure_model(config: RunConfig) -> ModelSizes:
     """Count the base and the adapters it would get.
 
     Raises:
-        ModelError: The folder holds no model that can be loaded.
+        ModelError: The folder holds no model that can be loaded, or none that the engines serve as it is.
         ConfigError: A target matches no module, a vision or audio part would get adapters that cannot train or be
             served, or sequences may become longer than the model can read.
     """
     model = _empty_model(config)
     text_config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     _check_lengths(config, getattr(text_config, "max_position_embeddings", None))
+    _check_head(model.config, config)
     state = base_state(model)
     if config.trainer.kind == "fsdp":
         refuse_packed_experts(model, config.lora)
@@ -113,6 +114,16 @@ def _check_modalities(described: Any, config: RunConfig) -> None:
         raise ConfigError(
             f"the base declares {' and '.join(parts)}, and engines load adapters for its language part only: "
             "set lora.scope to language, or sync.mode to merge"
+        )
+
+
+def _check_head(described: Any, config: RunConfig) -> None:
+    """Refuse a tied head that SGLang 0.5.16 has no weights for: its class for these mixtures makes one of its own."""
+    mixture = "Qwen3MoeForCausalLM" in (getattr(described, "architectures", None) or ())
+    if config.engine.kind == "sglang" and mixture and described.tie_word_embeddings:
+        raise ModelError(
+            f"model.path {config.model.path} ties its head to the embedding, and SGLang would serve a head that was "
+            "never loaded: save the model with tie_word_embeddings false, or use another engine.kind"
         )
 
 

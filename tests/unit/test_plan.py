@@ -264,11 +264,11 @@ def test_a_model_that_sees_is_told_to_train_on_text(values: dict[str, Any], seei
     assert "the base can see, and prompts are text so far: only its language part trains" in notes
 
 
-def mixture(folder: Path) -> Path:
+def mixture(folder: Path, *, tied: bool = False) -> Path:
     """A mixture of 4 experts, 12 wide, on 32 features, in two layers."""
     shape = Qwen3MoeConfig(
         vocab_size=80, hidden_size=32, num_hidden_layers=2, num_experts=4, moe_intermediate_size=12,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=tied,
     )  # fmt: skip
     shape.architectures = ["Qwen3MoeForCausalLM"]
     shape.save_pretrained(folder)
@@ -297,6 +297,21 @@ def test_experts_without_adapters_are_refused(values: dict[str, Any], tiny_model
     )
     with pytest.raises(ConfigError, match=r"linear_fc1 mean this model's experts, .* set trainer\.kind to megatron"):
         measure_model(run)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "refused"), [("sglang", True, True), ("sglang", False, False), ("hf", True, False)]
+)
+def test_a_tied_head_that_sglang_would_not_load_is_refused(
+    values: dict[str, Any], tiny_model: Path, tmp_path: Path, *, kind: str, tied: bool, refused: bool
+) -> None:
+    folder = mixture(shutil.copytree(tiny_model, tmp_path / "mixture"), tied=tied)
+    plan = make_plan(
+        config(
+            values, model={"path": str(folder)}, trainer={"kind": "megatron"}, engine={"kind": kind, "device": "cpu"}
+        )
+    )
+    assert any("ties its head to the embedding, and SGLang" in refusal for refusal in plan.refusals) is refused
 
 
 def test_raise_if_refused_lists_all_refusals(values: dict[str, Any]) -> None:
