@@ -3,9 +3,10 @@
     python benchmarks/sync.py --shape 0.6B --folder /disk/with/room --results benchmarks/results/sync.json
     python benchmarks/sync.py --shape tiny    # on a CPU, to see that it works
 
-One trainer and one engine in processes of their own, on one GPU that they share (--gpus 2: on one each), started once a
-mode. Seconds are medians over the syncs after a transport's first; each follows an optimizer step and ends with the
-engine verified and serving. `link` is what its bytes take on the link that they cross, measured in the same run.
+A trainer and engines in processes of their own, on one GPU that they share (--gpus 2: on one each), started once a
+mode. Whether seven engines take longer than one: --gpus 8 --engines 7. Seconds are medians over the syncs after a
+transport's first; each follows an optimizer step and ends with all engines verified and serving. `link` is what one
+engine's bytes take on the link that they cross, measured in the same run.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="JSON of all figures")
     parser.add_argument("--modes", nargs="+", choices=["adapter", "merge"], default=["adapter", "merge"])
     parser.add_argument("--transports", nargs="+", default=["object_store", "ipc", "disk"])
-    parser.add_argument("--gpus", type=int, choices=[1, 2], default=1)
+    parser.add_argument("--gpus", type=int, default=1, help="1: all share it; else one each")
+    parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--completions", type=int, default=256, help="decoded together; 0: none")
     parser.add_argument("--tokens", type=int, default=256, help="decoded for each")
@@ -62,7 +64,8 @@ def main() -> None:
             if options.results:  # after each row: a run that is ended leaves what it has measured
                 options.results.parent.mkdir(parents=True, exist_ok=True)
                 options.results.write_text(json.dumps(facts, indent=2) + "\n")
-    print_tables(f"Qwen3 {options.shape}, rank {options.rank}, {options.trainer} trainer", facts, PHASES)
+    title = f"Qwen3 {options.shape}, rank {options.rank}, {options.trainer} trainer, engines: {options.engines}"
+    print_tables(title, facts, PHASES)
 
 
 def describe(options: argparse.Namespace) -> dict[str, Any]:
@@ -74,6 +77,7 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
         "command": "python benchmarks/sync.py " + " ".join(a for a in sys.argv[1:] if not a.startswith("/")),
         "machine": torch.cuda.get_device_name() if cuda else platform.machine(),
         "gpus": options.gpus if cuda else 0,
+        "engines": options.engines,
         "versions": {name: version(name) for name in ("torch", "transformers", "peft", "sglang")},
         "links": links,
     }
@@ -81,7 +85,8 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
 
 def run_config(options: argparse.Namespace, mode: Mode, transport: str) -> RunConfig:
     cuda = torch.cuda.is_available()
-    engine: dict[str, Any] = {"kind": "sglang", "extra_args": options.engine_args, "memory_fraction": 0.5}
+    engine: dict[str, Any] = {"kind": "sglang", "replicas": options.engines, "memory_fraction": 0.5}
+    engine["extra_args"] = options.engine_args
     if not options.completions:
         engine["cuda_graph_max_batch"] = 0  # capturing takes the longest part of a start, and serves decoding only
     engine |= {"offload": options.offload} if cuda else {"device": "cpu", "max_running_requests": 32}
