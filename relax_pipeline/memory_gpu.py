@@ -15,6 +15,7 @@ from relax_pipeline.memory import TrainerMemory
 from relax_pipeline.memory_layers import head_size, is_known, linear_layers
 from relax_pipeline.metrics.text import bytes_text
 from relax_pipeline.sync.blocks import SHARE_OF_GPU
+from relax_pipeline.sync.transport import on_one_gpu, transport_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ def sent_bytes(config: RunConfig, *, model_bytes: int, adapter_bytes: int, gpu_b
         adapter_bytes: Of one version of the adapter.
         gpu_bytes: Of the GPU; None: large enough for all of them.
     """
-    if config.sync.transport != "nccl" and not (config.sync.transport == "ipc" and config.cluster.colocate):
+    transport = transport_kind(config, on_gpus=True)
+    if transport != "nccl" and not (transport == "ipc" and on_one_gpu(config)):
         return 0
     # As `sync.outbox` keeps them.
     versions = (config.rollout.versions_in_use + 1) * adapter_bytes if config.sync.mode == "adapter" else model_bytes

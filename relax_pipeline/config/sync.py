@@ -15,7 +15,9 @@ class SyncConfig(Section):
     mode: Literal["adapter", "merge"] = "merge"
     """adapter: the base once, then only LoRA tensors. merge: the whole model with the adapter folded in, each step.
     Not given: merge, with a warning."""
-    transport: Literal["object_store", "ipc", "nccl", "disk"] = "object_store"
+    transport: Literal["auto", "object_store", "ipc", "nccl", "disk"] = "auto"
+    """auto: ipc where all share one GPU, nccl between engines of one GPU each and a trainer on others, else
+    object_store."""
     buffer_bytes: Annotated[int, Field(ge=1 << 20)] = 512 << 20
     """Cap of one bucket of tensors on the way."""
     verify: bool = True

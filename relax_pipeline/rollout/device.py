@@ -93,7 +93,4 @@ def _index(gpu: str) -> int:
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == gpu:
             return index
-    raise EngineError(
-        f"weights lie on GPU {gpu}, which this engine's process does not see: set cluster.colocate to true, or "
-        "sync.transport to nccl"
-    )
+    raise EngineError(f"weights lie on GPU {gpu}, which this engine's process does not see: set sync.transport to auto")

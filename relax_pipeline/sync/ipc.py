@@ -15,7 +15,7 @@ class Ipc:
     """Implements `Transport`. Each block is new memory, kept until its version is forgotten: readers may be lazy."""
 
     def __init__(self, *, same_gpu: bool) -> None:
-        """`same_gpu`: whether each engine sees the trainer's GPU; else blocks lie in the host's memory."""
+        """`same_gpu`: whether each engine sees the GPU of this rank; else blocks lie in the host's memory."""
         self._same_gpu = same_gpu
         self._blocks = Blocks()
 

@@ -13,7 +13,7 @@ from relax_pipeline.sync.disk import Disk
 from relax_pipeline.sync.ipc import Ipc
 from relax_pipeline.sync.nccl import Nccl
 from relax_pipeline.sync.object_store import ObjectStore
-from relax_pipeline.sync.transport import Transport
+from relax_pipeline.sync.transport import Transport, on_one_gpu, transport_kind
 from relax_pipeline.trainer.base import Bucket, Payload, RankLayout, Trainer
 from relax_pipeline.trainer.make import make_trainer
 
@@ -73,17 +73,18 @@ def make_outbox(config: RunConfig, layout: RankLayout) -> Trainer:
 
 def make_transport(config: RunConfig) -> Transport:
     """Build the configured transport, in the process of the trainer's first rank."""
-    match config.sync.transport:
+    on_gpus = resolve_device(config.trainer.device).type == "cuda"
+    match transport_kind(config, on_gpus=on_gpus):
         case "object_store":
             return ObjectStore()
         case "ipc":
-            return Ipc(same_gpu=config.cluster.colocate)
+            return Ipc(same_gpu=on_one_gpu(config))
         case "disk":
             run = Path(config.output_dir).expanduser().resolve() / config.run_name
             return Disk(run / "sync", base_model=config.model.path)
         case "nccl":
             return Nccl(
-                backend="nccl" if resolve_device(config.trainer.device).type == "cuda" else "gloo",
+                backend="nccl" if on_gpus else "gloo",
                 buffer_bytes=config.sync.buffer_bytes,
                 timeout=config.sync.timeout_seconds,
             )
