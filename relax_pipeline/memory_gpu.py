@@ -104,6 +104,7 @@ def check_room(
     Raises:
         ConfigError: Even what is there all the time does not fit, whatever the micro-batch.
     """
+    share = 0
     if engine and isinstance(config.engine, SglangEngineConfig):
         share = int(config.engine.memory_fraction * gpu_bytes)
         if engine.weights + engine.adapters > share:
@@ -114,19 +115,25 @@ def check_room(
             )
     if trainer is None:
         return None
-    beside = stays_awake(config, engine, gpu_bytes) if engine and config.cluster.colocate else 0
-    fixed = trainer.weights + trainer.trained + sent + beside
+    shared = engine is not None and config.cluster.colocate
+    kept = trainer.weights + trainer.trained + sent
     needs = f"a trainer's GPU of {bytes_text(gpu_bytes)} would have to hold"
-    there = f", {bytes_text(beside)} of them the engine's, which engine.offload all would free" if beside else ""
-    if fixed > gpu_bytes:
+    if kept > gpu_bytes:
         raise ConfigError(
-            f"{needs} {bytes_text(fixed)} before the first token{there}: spread the model over more ranks, or lower "
-            "lora.rank"
+            f"{needs} {bytes_text(kept)} before the first token: spread the model over more ranks, or lower lora.rank"
         )
-    if fixed + trainer.activations + trainer.logits > gpu_bytes:
-        total = bytes_text(fixed + trainer.activations + trainer.logits)
+    if shared and kept + share > gpu_bytes:
+        raise ConfigError(
+            f"{needs} {bytes_text(kept)} of the trainer beside the {bytes_text(share)} of an engine that generates: "
+            f"lower engine.memory_fraction to {int(100 * (gpu_bytes - kept) / gpu_bytes) / 100}"
+        )
+    beside = stays_awake(config, engine, gpu_bytes) if engine and shared else 0
+    total = kept + beside + trainer.activations + trainer.logits
+    if total > gpu_bytes:
+        there = f", {bytes_text(beside)} of them the engine's, which engine.offload all would free" if beside else ""
         return (
-            f"{needs} about {total}{there}: lower trainer.micro_batch_tokens ({trainer.tokens:,} a rank), or recompute"
+            f"{needs} about {bytes_text(total)}{there}: lower trainer.micro_batch_tokens ({trainer.tokens:,} a rank), "
+            "or recompute"
         )
     return None
 

@@ -12,7 +12,7 @@ from relax_pipeline.memory import TrainerMemory
 from relax_pipeline.memory_gpu import EngineMemory, cache_bytes_per_token, check_room, engine_memory, sent_bytes
 
 SHAPE = Qwen3Config(hidden_size=96, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4, head_dim=16)
-TRAINER = TrainerMemory(tokens=8192, weights=300, trained=40, activations=200, logits=60)
+TRAINER = TrainerMemory(tokens=8192, weights=300, trained=40, activations=900, logits=60)
 ENGINE = EngineMemory(weights=300, adapters=50, cache_of_token=1, completions=1, cache=1)
 
 
@@ -60,17 +60,30 @@ def test_between_gpus_ipc_keeps_nothing_there() -> None:
 
 @pytest.mark.parametrize(
     ("offload", "gpu_bytes", "warns"),
-    [("all", 600, False), ("all", 599, True), ("kv_cache", 950, False), ("kv_cache", 949, True)],
+    [("all", 1300, False), ("all", 1299, True), ("kv_cache", 1650, False), ("kv_cache", 1649, True)],
 )
 def test_what_stays_of_an_engine_counts(offload: str, gpu_bytes: int, *, warns: bool) -> None:
-    note = check_room(configured(offload=offload), TRAINER, ENGINE, sent=0, gpu_bytes=gpu_bytes)
+    config = configured(offload=offload, memory_fraction=0.6)
+    note = check_room(config, TRAINER, ENGINE, sent=0, gpu_bytes=gpu_bytes)
     assert bool(note and "trainer.micro_batch_tokens (8,192 a rank)" in note) == warns
 
 
 def test_what_never_fits_is_refused() -> None:
-    config = configured(memory_fraction=0.7)
-    with pytest.raises(ConfigError, match=r"before the first token.*engine\.offload all would free"):
-        check_room(config, TRAINER, ENGINE, sent=0, gpu_bytes=1000)
+    with pytest.raises(ConfigError, match=r"340 B before the first token: spread the model over more ranks"):
+        check_room(configured(colocate=False), TRAINER, None, sent=0, gpu_bytes=339)
+
+
+@pytest.mark.parametrize("offload", ["none", "kv_cache", "all"])
+def test_an_engine_that_generates_needs_room_beside_the_trainer(offload: str) -> None:
+    config = configured(memory_fraction=0.7, offload=offload)
+    with pytest.raises(
+        ConfigError, match=r"350 B of the trainer beside the 700 B .* lower engine\.memory_fraction to 0\.65"
+    ):
+        check_room(config, TRAINER, ENGINE, sent=10, gpu_bytes=1000)
+    fits = configured(memory_fraction=0.65, offload=offload)
+    check_room(fits, TRAINER, ENGINE, sent=10, gpu_bytes=1000)
+    apart = configured(memory_fraction=0.7, colocate=False)
+    check_room(apart, TRAINER, ENGINE, sent=10, gpu_bytes=1000)
 
 
 def test_an_engine_of_too_small_a_share_is_refused() -> None:
