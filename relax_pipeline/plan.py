@@ -20,6 +20,7 @@ from relax_pipeline.data.prompts import load_rows
 from relax_pipeline.errors import ConfigError, RelaxError
 from relax_pipeline.inputs import check_backends, check_model_folder, load_tokenizer, run_folder, run_identity
 from relax_pipeline.lora.adapter import CONFIG_FILE
+from relax_pipeline.memory_advice import unused_room
 from relax_pipeline.memory_gpu import check_room, sent_bytes, smallest_gpu
 from relax_pipeline.metrics.text import bytes_text
 from relax_pipeline.rewards.build import build_scorer
@@ -138,8 +139,8 @@ def _check_memory(config: RunConfig, sizes: ModelSizes | None, notes: list[str])
         return
     sent = sent_bytes(config, model_bytes=sizes.merged_bytes, adapter_bytes=sizes.adapter_bytes, gpu_bytes=gpu_bytes)
     note = check_room(config, sizes.trainer_memory, sizes.engine_memory, sent=sent, gpu_bytes=gpu_bytes)
-    if note:
-        notes.append(note)
+    advice = unused_room(config, sizes.trainer_memory, sizes.engine_memory, sent=sent, gpu_bytes=gpu_bytes)
+    notes += [note] if note else advice
 
 
 def _read_prompts(config: RunConfig) -> PromptFacts:
