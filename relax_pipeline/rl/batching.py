@@ -36,17 +36,22 @@ class PaddedBatch:
 
 
 def micro_batches(
-    samples: Sequence[TrainingSample], budget_tokens: int, *, packed: bool = False, multiple: int = 1
+    samples: Sequence[TrainingSample],
+    budget_tokens: int,
+    *,
+    packed: bool = False,
+    at_least: int = 1,
+    multiple: int = 1,
 ) -> list[list[int]]:
     """Return indices into samples, each once, batched so that a padded batch holds at most budget_tokens.
 
     Longest first, ties in their order; a sample longer than the budget is a batch of its own. There are as few batches
-    as the budget allows, or a multiple's more where they are to go round, and those are about equally large: the
+    as the budget allows, or as many as asked for where there are samples enough, and those are about equally large: the
     largest of them sets the pace of all ranks and the peak of memory. Packed batches have no padding, so only the
     samples' own tokens count.
     """
     order = sorted(range(len(samples)), key=lambda index: -samples[index].num_tokens)
-    count = len(_filled(samples, order, budget_tokens, packed))
+    count = max(at_least, len(_filled(samples, order, budget_tokens, packed)))
     wanted = min(count + -count % multiple, len(samples))
 
     def suffices(limit: int) -> bool:

@@ -44,6 +44,14 @@ def test_batches_go_round_where_there_are_samples_enough():
     assert micro_batches(samples, 24, packed=True, multiple=8) == [[0], [1], [2], [3], [4], [5]]
 
 
+def test_more_batches_than_the_budget_needs_where_asked_for():
+    samples = [sample(1, 3)] * 6
+    assert micro_batches(samples, 24, packed=True, at_least=3) == [[0, 1], [2, 3], [4, 5]]
+    assert micro_batches(samples, 24, packed=True, at_least=3, multiple=2) == [[0, 1], [2, 3], [4, 5]]
+    assert micro_batches(samples, 24, packed=True, at_least=9) == [[0], [1], [2], [3], [4], [5]]
+    assert micro_batches(samples, 4, packed=True, at_least=3) == [[0], [1], [2], [3], [4], [5]]
+
+
 def test_a_sample_over_the_budget_is_alone():
     assert micro_batches([sample(2, 2), sample(9, 9), sample(2, 2)], 8) == [[1], [0, 2]]
 

@@ -20,6 +20,11 @@ from relax_pipeline.types import TrainingSample
 # S packed tokens, N of them on this rank; B sequences, T longest completion
 
 
+_TO_FILL = 4
+"""Micro-batches for each stage of a pipeline: of p stages with m micro-batches each waits (p - 1) / (m + p - 1) of the
+time. Source: Huang et al. 2019, arXiv:1811.06965."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """One row of this rank's tokens, and where the completions are among those of all ranks that share the samples."""
@@ -61,6 +66,7 @@ def own_batches(samples: Sequence[TrainingSample], settings: MegatronTrainerConf
         world_size=data.size(),
         device=ranks.device,
         share=Share(context.rank(), context.size()),
+        at_least=_TO_FILL * settings.pipeline_parallel_size if settings.pipeline_parallel_size > 1 else 1,
         length_multiple=settings.tensor_parallel_size if settings.sequence_parallel else 1,
         count_multiple=settings.pipeline_parallel_size if settings.virtual_pipeline_parallel_size > 1 else 1,
     )
@@ -74,6 +80,7 @@ def rank_batches(
     world_size: int,
     device: torch.device,
     share: Share = WHOLE,
+    at_least: int = 1,
     length_multiple: int = 1,
     count_multiple: int = 1,
 ) -> list[RankBatch]:
@@ -86,10 +93,13 @@ def rank_batches(
         world_size: Number of data-parallel ranks.
         device: Where the tensors go.
         share: Which part of each sequence this rank holds.
+        at_least: Micro-batches of each rank, where there are samples enough.
         length_multiple: A rank's tokens are padded to a multiple of this, as sequence parallelism needs.
         count_multiple: Micro-batches are padded, without effect, to a multiple of this, as pipelines in pieces need.
     """
-    batches = micro_batches(samples, budget_tokens, packed=True, multiple=world_size * count_multiple)
+    batches = micro_batches(
+        samples, budget_tokens, packed=True, at_least=at_least * world_size, multiple=world_size * count_multiple
+    )
     mine = split_for_rank(batches, samples, rank=rank, world_size=world_size, packed=True)
     mine += [[] for _ in range(-len(mine) % count_multiple)]
     return [
