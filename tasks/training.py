@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from prefect import task
+from prefect import State, task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
-from relax_pipeline.errors import SyncError
+from relax_pipeline.errors import SyncError, TrainerError
 from tasks.events import announce
 
 if TYPE_CHECKING:
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from relax_pipeline.session.session import TrainingSession
 
 _RETRY_SECONDS = [1.0, 5.0, 20.0]
+
+
+def _could_save_yet(_task: object, _run: object, state: State[Any]) -> bool:
+    """Not without its trainer, which only another attempt of the flow brings back."""
+    return not isinstance(state.data, TrainerError)
 
 
 @task(task_run_name="restore", cache_policy=NO_CACHE, persist_result=False)
@@ -75,6 +80,7 @@ def evaluate(session: TrainingSession, step: int) -> dict[str, float]:
     persist_result=False,
     retries=len(_RETRY_SECONDS),
     retry_delay_seconds=_RETRY_SECONDS,
+    retry_condition_fn=_could_save_yet,
 )
 def save(session: TrainingSession, step: int) -> dict[str, Any]:
     """Write a checkpoint, or begin to; the only phase that may be repeated as it is."""

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from relax_pipeline.checkpoint.manifest import COMMITTED_FILE, Manifest
 from relax_pipeline.checkpoint.seal import seal, verify
-from relax_pipeline.errors import CheckpointError, RelaxError
+from relax_pipeline.errors import CheckpointError, RelaxError, TrainerError
 from relax_pipeline.storage.files import fsync_path
 
 _STEP_FOLDER = re.compile(r"step-(\d{7,})")
@@ -50,6 +50,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: Nothing was written, e.g. because the disk is full; earlier checkpoints are as they were.
+            TrainerError: The trainer was lost meanwhile; likewise.
         """
         self.begin(manifest.step, write)
         return self.commit(manifest, lambda: None)
@@ -141,6 +142,9 @@ class CheckpointStore:
     def _undone_unless_whole(self, temporary: Path, final: Path) -> Iterator[None]:
         try:
             yield
+        except TrainerError:  # a rank is lost: no fault of the checkpoints, and another attempt may save
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         except (OSError, SafetensorError, RelaxError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(_explain_failure(error, final, self.folder)) from error

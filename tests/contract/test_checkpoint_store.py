@@ -14,7 +14,7 @@ import pytest
 from relax_pipeline.checkpoint.manifest import Identity, Manifest, check_continues, read_manifest
 from relax_pipeline.checkpoint.seal import verify
 from relax_pipeline.checkpoint.store import CheckpointRef, CheckpointStore, in_use
-from relax_pipeline.errors import CheckpointError
+from relax_pipeline.errors import CheckpointError, TrainerError
 
 IDENTITY = Identity(
     base_digest="b" * 64,
@@ -126,6 +126,20 @@ def test_failed_save_leaves_nothing_and_the_rest_as_it_was(two: CheckpointStore,
         read_manifest(two.folder / "step-0000020"),
         two.committed()[1],
     )
+
+
+def test_a_trainer_that_is_lost_fails_as_a_trainer_and_leaves_nothing(two: CheckpointStore) -> None:
+    def fail(folder: Path | None = None) -> None:
+        if folder:
+            write()(folder)
+        raise TrainerError("trainer rank 0 died")
+
+    with pytest.raises(TrainerError, match="trainer rank 0 died"):
+        two.save(manifest(30), fail)
+    two.begin(40, write())
+    with pytest.raises(TrainerError, match="trainer rank 0 died"):
+        two.commit(manifest(40), fail)
+    assert sorted(path.name for path in two.folder.iterdir()) == ["step-0000010", "step-0000020"]
 
 
 def test_save_of_nothing_is_refused(two: CheckpointStore) -> None:
