@@ -62,8 +62,7 @@ def main() -> None:
         for phase in sorted({phase for row in trained[options.warm_up :] for phase in row if "seconds" in phase})
     }
     write(options, runs)
-    samples = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
-    print("\n".join(table(runs, samples, options.warm_up)))
+    print("\n".join(table(runs, config.rollout.completions_per_step, options.warm_up)))
 
 
 def prepare(options: argparse.Namespace) -> list[str]:

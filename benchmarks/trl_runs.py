@@ -75,9 +75,9 @@ def settings(config: RunConfig, variant: str, at_once: int, *, cuda: bool) -> An
     from trl import GRPOConfig  # noqa: PLC0415
 
     rollout = config.rollout
-    samples = rollout.prompts_per_step * rollout.completions_per_prompt
+    samples = rollout.completions_per_step
     at_once = min(at_once, samples)
-    length = config.data.max_prompt_tokens + rollout.max_new_tokens
+    vllm = {"vllm_max_model_length": config.longest_sequence} if variant == "vllm" else {}
     return GRPOConfig(
         output_dir=f"{config.output_dir}/trl",
         max_steps=config.steps,
@@ -91,7 +91,7 @@ def settings(config: RunConfig, variant: str, at_once: int, *, cuda: bool) -> An
         use_cpu=not cuda,
         model_init_kwargs={"dtype": config.model.dtype},
         gradient_checkpointing=False,
-        **(LOSS | OUTPUT | TRL[variant] | ({"vllm_max_model_length": length} if variant == "vllm" else {})),
+        **(LOSS | OUTPUT | TRL[variant] | vllm),
     )
 
 

@@ -45,9 +45,14 @@ class TrainerMemory:
     """And their gradient."""
 
     @property
+    def fixed(self) -> int:
+        """What is there before the first token."""
+        return self.weights + self.trained
+
+    @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.trained + self.activations + self.logits
+        return self.fixed + self.activations + self.logits
 
 
 def trainer_memory(config: RunConfig, shape: Any, *, base: Parameters, trained: Parameters) -> TrainerMemory | None:
@@ -104,7 +109,7 @@ def _megatron(
     on one, two tensor-parallel ones and a pipeline of two."""
     split, stages, ranks = trainer.tensor_parallel_size, trainer.pipeline_parallel_size, trainer.context_parallel_size
     itemsize, lora = _itemsize(config), config.lora.enabled
-    tokens = -(-max(trainer.micro_batch_tokens, _longest(config)) // ranks)
+    tokens = -(-max(trainer.micro_batch_tokens, config.longest_sequence) // ranks)
     embedding = shape.vocab_size * shape.hidden_size
     sharing = trainer.expert_parallel_size * trainer.expert_tensor_parallel_size * stages
     weights = ((base.rest - embedding) // stages + embedding) // split + base.experts // sharing
@@ -137,11 +142,8 @@ def _megatron(
 
 
 def _larger_end(stages: int, *, activations: int, logits: int) -> tuple[int, int]:
-    """Return activations and logits of a pipeline's first or last stage, whichever has more.
-
-    The first holds as many batches as there are stages, so as much as all layers keep of one; the last holds one batch,
-    and its logits.
-    """
+    """Return activations and logits of a pipeline's first or last stage, whichever has more."""
+    # The first holds as many batches as there are stages, as much as all layers keep of one; the last one, with logits.
     if stages > 1 and activations > activations // stages + logits:
         return activations, 0
     return activations // stages, logits
@@ -151,7 +153,7 @@ def _fsdp(
     config: RunConfig, trainer: FsdpTrainerConfig, shape: Any, base: Parameters, trained: Parameters
 ) -> TrainerMemory:
     """All is sharded over the ranks; embeddings and two layers, the one at work and the next, are whole."""
-    itemsize, ranks, longest = _itemsize(config), trainer.num_processes, _longest(config)
+    itemsize, ranks, longest = _itemsize(config), trainer.num_processes, config.longest_sequence
     tokens = max(trainer.micro_batch_tokens, longest)
     embeddings = shape.vocab_size * shape.hidden_size * (1 if getattr(shape, "tie_word_embeddings", False) else 2)
     gathered = embeddings + 2 * (base.rest - embeddings) // shape.num_hidden_layers
@@ -186,10 +188,6 @@ def _held(shape: Any, layers: list[int], *, recomputed: bool) -> int:
 def _logits(count: int, itemsize: int) -> int:
     """Return the bytes of logits and their gradient: `rl.logprobs` makes no copy of them on a GPU."""
     return 2 * count * itemsize
-
-
-def _longest(config: RunConfig) -> int:
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 
 def _itemsize(config: RunConfig) -> int:

@@ -25,8 +25,8 @@ def unused_room(
     """
     notes = []
     if trainer:
-        beside = stays_awake(config, engine, gpu_bytes) if engine and config.cluster.colocate else 0
-        free = gpu_bytes - gpu_bytes // _LEFT_FREE - beside - trainer.weights - trainer.trained - sent
+        beside = stays_awake(config, engine, gpu_bytes)
+        free = gpu_bytes - gpu_bytes // _LEFT_FREE - beside - trainer.fixed - sent
         fits = free * trainer.tokens // (trainer.activations + trainer.logits)
         useful = min(fits, _tokens_of_a_rank(config)) // 1024 * 1024
         if useful >= _WORTH_IT * trainer.tokens:
@@ -35,9 +35,10 @@ def unused_room(
                 f"{useful:,} of a step's tokens at once: fewer and larger micro-batches are faster, small models most"
             )
     if engine and isinstance(config.engine, SglangEngineConfig):
-        wanted = -(-config.rollout.prompts_per_step * config.rollout.completions_per_prompt // config.engine.replicas)
+        wanted = -(-config.rollout.completions_per_step // config.engine.replicas)
         cache = int(config.engine.memory_fraction * gpu_bytes) - engine.weights - engine.adapters
-        at_once = min(cache // max(1, engine.cache_of_token * _length(config)), config.engine.max_running_requests)
+        of_completion = max(1, engine.cache_of_token * config.longest_sequence)
+        at_once = min(cache // of_completion, config.engine.max_running_requests)
         if wanted >= _WORTH_IT * at_once:
             notes.append(
                 f"an engine generates {at_once:,} of its {wanted:,} completions of a step at once if all are of full "
@@ -51,9 +52,5 @@ def _tokens_of_a_rank(config: RunConfig) -> int:
     """Return the tokens that a data-parallel rank has of one optimizer step, where all sequences are of full length."""
     trainer = config.trainer
     ranks = trainer.data_parallel_size if isinstance(trainer, MegatronTrainerConfig) else trainer.num_processes
-    samples = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
-    return samples * _length(config) // config.algorithm.updates_per_rollout // ranks
-
-
-def _length(config: RunConfig) -> int:
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    tokens = config.rollout.completions_per_step * config.longest_sequence
+    return tokens // config.algorithm.updates_per_rollout // ranks

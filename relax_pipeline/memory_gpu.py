@@ -47,7 +47,7 @@ def engine_memory(config: RunConfig, shape: Any, *, model_bytes: int, adapter_by
     split = engine.tensor_parallel_size
     # SGLang makes room for the versions kept, one that arrives, and the bare base.
     slots = rollout.versions_in_use + 2 if config.sync.mode == "adapter" else 0
-    share = -(-rollout.prompts_per_step * rollout.completions_per_prompt // engine.replicas)
+    share = -(-rollout.completions_per_step // engine.replicas)
     completions = min(engine.max_running_requests, share)
     of_token = cache_bytes_per_token(config, shape)
     return EngineMemory(
@@ -55,7 +55,7 @@ def engine_memory(config: RunConfig, shape: Any, *, model_bytes: int, adapter_by
         adapters=slots * adapter_bytes // split,
         cache_of_token=of_token,
         completions=completions,
-        cache=of_token * completions * (config.data.max_prompt_tokens + rollout.max_new_tokens),
+        cache=of_token * completions * config.longest_sequence,
     )
 
 
@@ -84,8 +84,10 @@ def sent_bytes(config: RunConfig, *, model_bytes: int, adapter_bytes: int, gpu_b
     return versions if gpu_bytes is None else min(versions, gpu_bytes // SHARE_OF_GPU)
 
 
-def stays_awake(config: RunConfig, engine: EngineMemory, gpu_bytes: int) -> int:
-    """Return what an engine keeps of a GPU that it shares while the trainer trains."""
+def stays_awake(config: RunConfig, engine: EngineMemory | None, gpu_bytes: int) -> int:
+    """Return what an engine keeps of the trainer's GPU while that trains; nothing unless they share it."""
+    if engine is None or not config.cluster.colocate:
+        return 0
     assert isinstance(config.engine, SglangEngineConfig)
     match config.engine.offload:
         case "none":
@@ -115,19 +117,18 @@ def check_room(
             )
     if trainer is None:
         return None
-    shared = engine is not None and config.cluster.colocate
-    kept = trainer.weights + trainer.trained + sent
+    kept = trainer.fixed + sent
     needs = f"a trainer's GPU of {bytes_text(gpu_bytes)} would have to hold"
     if kept > gpu_bytes:
         raise ConfigError(
             f"{needs} {bytes_text(kept)} before the first token: spread the model over more ranks, or lower lora.rank"
         )
-    if shared and kept + share > gpu_bytes:
+    if config.cluster.colocate and kept + share > gpu_bytes:
         raise ConfigError(
             f"{needs} {bytes_text(kept)} of the trainer beside the {bytes_text(share)} of an engine that generates: "
             f"lower engine.memory_fraction to {int(100 * (gpu_bytes - kept) / gpu_bytes) / 100}"
         )
-    beside = stays_awake(config, engine, gpu_bytes) if engine and shared else 0
+    beside = stays_awake(config, engine, gpu_bytes)
     total = kept + beside + trainer.activations + trainer.logits
     if total > gpu_bytes:
         there = f", {bytes_text(beside)} of them the engine's, which engine.offload all would free" if beside else ""

@@ -65,7 +65,7 @@ class Plan:
     def tokens_per_step(self) -> int:
         """Tokens sampled in a step, at most, without resampling."""
         rollout = self.config.rollout
-        return rollout.prompts_per_step * rollout.completions_per_prompt * rollout.max_new_tokens
+        return rollout.completions_per_step * rollout.max_new_tokens
 
     def raise_if_refused(self) -> None:
         """Stop here where the run would stop later.
@@ -139,8 +139,10 @@ def _check_memory(config: RunConfig, sizes: ModelSizes | None, notes: list[str])
         return
     sent = sent_bytes(config, model_bytes=sizes.merged_bytes, adapter_bytes=sizes.adapter_bytes, gpu_bytes=gpu_bytes)
     note = check_room(config, sizes.trainer_memory, sizes.engine_memory, sent=sent, gpu_bytes=gpu_bytes)
-    advice = unused_room(config, sizes.trainer_memory, sizes.engine_memory, sent=sent, gpu_bytes=gpu_bytes)
-    notes += [note] if note else advice
+    if note:
+        notes.append(note)
+    else:
+        notes += unused_room(config, sizes.trainer_memory, sizes.engine_memory, sent=sent, gpu_bytes=gpu_bytes)
 
 
 def _read_prompts(config: RunConfig) -> PromptFacts:

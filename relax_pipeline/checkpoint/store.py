@@ -142,11 +142,10 @@ class CheckpointStore:
     def _undone_unless_whole(self, temporary: Path, final: Path) -> Iterator[None]:
         try:
             yield
-        except TrainerError:  # a rank is lost: no fault of the checkpoints, and another attempt may save
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
         except (OSError, SafetensorError, RelaxError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, TrainerError):
+                raise  # a rank is lost: no fault of the checkpoints, and another attempt may save
             raise CheckpointError(_explain_failure(error, final, self.folder)) from error
 
     def _hide(self, path: Path) -> Path | None:

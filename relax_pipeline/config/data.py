@@ -82,6 +82,11 @@ class RolloutConfig(Section):
     """Deadline of one call to an engine."""
 
     @property
+    def completions_per_step(self) -> int:
+        """Without those of replaced groups."""
+        return self.prompts_per_step * self.completions_per_prompt
+
+    @property
     def versions_in_use(self) -> int:
         """Policy versions that rollouts may ask for at one time."""
         return self.staleness + 2

@@ -180,6 +180,11 @@ class RunConfig(Section):
         return self
 
     @property
+    def longest_sequence(self) -> int:
+        """Most tokens of a prompt and its completion."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
     def saves_lora_only(self) -> bool:
         """Whether checkpoints leave the base out."""
         return self.lora.enabled and self.checkpoint.save_lora_only

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -63,11 +64,15 @@ def micro_batches(
 def _filled(samples: Sequence[TrainingSample], order: Sequence[int], limit: int, packed: bool) -> list[list[int]]:
     """Return batches of consecutive samples, each filled as far as the limit of tokens allows."""
     batches: list[list[int]] = []
+    held = _Size()
     for index in order:
-        if batches and _num_tokens(samples, [*batches[-1], index], packed) <= limit:
+        grown = held.with_sample(samples[index])
+        if batches and grown.tokens(packed) <= limit:
             batches[-1].append(index)
+            held = grown
         else:
             batches.append([index])
+            held = _Size().with_sample(samples[index])
     return batches
 
 
@@ -103,6 +108,14 @@ def batch_samples(samples: Sequence[TrainingSample], indices: Sequence[int]) -> 
     if indices:
         return [samples[index] for index in indices]
     return [replace(samples[0], loss_mask=np.zeros_like(samples[0].loss_mask))]
+
+
+def by_sample(
+    indices: Sequence[int], logprobs_BT: torch.Tensor, samples: Sequence[TrainingSample]
+) -> dict[int, NDArray[np.float32]]:
+    """Return the [T] logprobs of each sample's own completion, by its place among all samples."""
+    rows = zip(indices, logprobs_BT.cpu().numpy(), strict=False)  # without samples there still is one row
+    return {index: row[: len(samples[index].completion_ids)].copy() for index, row in rows}
 
 
 def pad_batch(samples: Sequence[TrainingSample], pad_token_id: int, device: torch.device | str = "cpu") -> PaddedBatch:
@@ -143,13 +156,32 @@ def pad_batch(samples: Sequence[TrainingSample], pad_token_id: int, device: torc
     )
 
 
+class _Size(NamedTuple):
+    """How large a batch is; it grows sample by sample, in constant time."""
+
+    samples: int = 0
+    prompt: int = 0
+    completion: int = 0
+    own_tokens: int = 0
+
+    def with_sample(self, sample: TrainingSample) -> _Size:
+        return _Size(
+            self.samples + 1,
+            max(self.prompt, len(sample.prompt_ids)),
+            max(self.completion, len(sample.completion_ids)),
+            self.own_tokens + sample.num_tokens,
+        )
+
+    def tokens(self, packed: bool) -> int:
+        """Tokens of the batch; unless packed, prompts and completions are padded each to their own longest."""
+        return self.own_tokens if packed else self.samples * (self.prompt + self.completion)
+
+
 def _num_tokens(samples: Sequence[TrainingSample], indices: Sequence[int], packed: bool) -> int:
-    """Tokens of the batch; unless packed, prompts and completions are padded each to their own longest."""
-    if packed:
-        return sum(samples[i].num_tokens for i in indices)
-    prompt = max(len(samples[i].prompt_ids) for i in indices)
-    completion = max(len(samples[i].completion_ids) for i in indices)
-    return len(indices) * (prompt + completion)
+    size = _Size()
+    for index in indices:
+        size = size.with_sample(samples[index])
+    return size.tokens(packed)
 
 
 def _pad(rows: Sequence[NDArray[np.generic]], fill: float, *, left: bool = False) -> NDArray[np.generic]:

@@ -19,7 +19,7 @@ from relax_pipeline.errors import TrainerError
 from relax_pipeline.lora.adapter import write_adapter
 from relax_pipeline.lora.warm_start import read_warm_start
 from relax_pipeline.models import adapters_disabled
-from relax_pipeline.rl.batching import PaddedBatch
+from relax_pipeline.rl.batching import PaddedBatch, by_sample
 from relax_pipeline.rl.objective import ObjectiveMetrics, finalize_metrics
 from relax_pipeline.safetensors_io.identity import model_digest
 from relax_pipeline.seeds import derive_seed
@@ -80,9 +80,7 @@ class FsdpTrainer:
         mine: dict[int, NDArray[np.float32]] = {}
         with nullcontext() if adapter_enabled else adapters_disabled(self._policy.model):
             for indices, batch in self._batches(samples):
-                logprobs_BT = self._passes.token_logprobs(batch, temperature)[0].cpu().numpy()
-                for index, row in zip(indices, logprobs_BT, strict=False):  # without samples there still is one row
-                    mine[index] = row[: len(samples[index].completion_ids)].copy()
+                mine |= by_sample(indices, self._passes.token_logprobs(batch, temperature)[0], samples)
         found = gather(mine, self._layout)
         return [found[index] for index in range(len(samples))]
 

@@ -40,11 +40,10 @@ def saving_group(layout: RankLayout, settings: FsdpTrainerConfig) -> dist.Proces
 
 def gather(mine: dict[int, NDArray[np.float32]], layout: RankLayout) -> dict[int, NDArray[np.float32]]:
     """Return the entries of all ranks, on all of them."""
+    if layout.world_size == 1:
+        return mine
     parts: list[Any] = [None] * layout.world_size
-    if layout.world_size > 1:
-        dist.all_gather_object(parts, mine)
-    else:
-        parts[0] = mine
+    dist.all_gather_object(parts, mine)
     return {index: values for part in parts for index, values in part.items()}
 
 

@@ -50,11 +50,6 @@ class RankBatch(NamedTuple):
     indices: list[int]
     packed: PackedBatch
 
-    def by_sample(self, logprobs_BT: torch.Tensor, samples: Sequence[TrainingSample]) -> dict[int, NDArray[np.float32]]:
-        """Return the [T] logprobs of each sample's own completion, by its place among all samples."""
-        rows = zip(self.indices, logprobs_BT.cpu().numpy(), strict=False)  # without samples there still is one row
-        return {index: row[: len(samples[index].completion_ids)] for index, row in rows}
-
 
 def own_batches(samples: Sequence[TrainingSample], settings: MegatronTrainerConfig, ranks: Ranks) -> list[RankBatch]:
     """Return this rank's micro-batches of a step's samples."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from relax_pipeline.config import MegatronTrainerConfig, RunConfig
 from relax_pipeline.errors import TrainerError
 from relax_pipeline.models import resolve_device
+from relax_pipeline.rl.batching import by_sample
 from relax_pipeline.seeds import derive_seed
 from relax_pipeline.trainer.base import Bucket, Payload, RankLayout, TrainerInfo
 from relax_pipeline.trainer.megatron.batches import own_batches
@@ -67,7 +68,7 @@ class MegatronTrainer:
         mine: dict[int, NDArray[np.float32]] = {}
         if self._ranks.answers:
             for batch, logprobs_BT in zip(batches, logprobs, strict=True):
-                mine |= batch.by_sample(logprobs_BT, samples)
+                mine |= by_sample(batch.indices, logprobs_BT, samples)
         results = {index: values for part in self._ranks.gather(mine) for index, values in part.items()}
         return [results[index] for index in range(len(samples))]
 
