@@ -38,31 +38,45 @@ def main() -> None:
         "--trl", nargs="*", choices=tuple(trl_runs.TRL), default=tuple(trl_runs.TRL), help="how TRL generates"
     )
     parser.add_argument("--trl-path", nargs="*", default=[], help="folders of packages for TRL's processes alone")
-    parser.add_argument("--variant", choices=tuple(learning_runs.VARIANTS), default="megatron-sglang-adapter")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=tuple(learning_runs.VARIANTS),
+        default=["megatron-sglang-adapter", "megatron-sglang-ahead"],
+        help="of ours; the first is what the others are relative to",
+    )
     parser.add_argument("--set", dest="settings", action="append", default=[], help="for our run, as for train")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     settings = prepare(options)
-    config = load_config(learning_runs.RECIPE, learning_runs.overrides(options.variant, options.folder, settings))
+    config = load_config(learning_runs.RECIPE, learning_runs.overrides(options.variants[0], options.folder, settings))
     runs: dict[str, dict[str, Any]] = {}
     for variant in options.trl:
         figures = runs[f"TRL, {variant}"] = {}
         with learning_runs.peak_memory(figures):
             figures |= trl_runs.in_own_process(options.limit, options.trl_path, config, variant, options.at_once)
         write(options, runs)
-    ours = runs[f"relax-pipeline, {options.variant}"] = {}
-    with learning_runs.peak_memory(ours):
-        rows: Any = learning_runs.train(options.variant, options.folder, settings, limit=options.limit)["rows"]
-    trained = [row for row in rows[1:] if "seconds/step" in row]
-    ours["seconds"] = [row["seconds/step"] for row in trained]
-    ours["rewards"] = [row["reward/mean"] for row in trained]
-    ours["equal_rewards"] = [0.0 for _ in trained]  # such groups are replaced
-    ours["phases"] = {
-        phase: statistics.median(row[phase] for row in trained[options.warm_up :] if phase in row)
-        for phase in sorted({phase for row in trained[options.warm_up :] for phase in row if "seconds" in phase})
-    }
-    write(options, runs)
+    for variant in options.variants:
+        runs[f"relax-pipeline, {variant}"] = train_ours(variant, settings, options)
+        write(options, runs)
     print("\n".join(table(runs, config.rollout.completions_per_step, options.warm_up)))
+
+
+def train_ours(variant: str, settings: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of a run of ours."""
+    figures: dict[str, Any] = {}
+    with learning_runs.peak_memory(figures):
+        rows: Any = learning_runs.train(variant, options.folder, settings, limit=options.limit)["rows"]
+    trained = [row for row in rows[1:] if "seconds/step" in row]
+    figures["seconds"] = [row["seconds/step"] for row in trained]
+    figures["rewards"] = [row["reward/mean"] for row in trained]
+    figures["equal_rewards"] = [0.0 for _ in trained]  # such groups are replaced
+    counted = trained[options.warm_up :]
+    figures["phases"] = {
+        phase: statistics.median(row[phase] for row in counted if phase in row)
+        for phase in sorted({phase for row in counted for phase in row if "seconds" in phase})
+    }
+    return figures
 
 
 def prepare(options: argparse.Namespace) -> list[str]:
@@ -86,7 +100,7 @@ def table(runs: dict[str, dict[str, Any]], samples: int, warm_up: int) -> list[s
     lines.append("|---|---|---|---|---|")
     counted = {name: run for name, run in runs.items() if len(run.get("seconds", [])) > warm_up}
     rates = {name: rate(run, samples, warm_up) for name, run in counted.items()}
-    reference = next(reversed(rates.values()), 1.0)
+    reference = next((rate for name, rate in rates.items() if name.startswith("relax")), 1.0)
     for name, run in runs.items():
         if name in rates:
             figures = f"{statistics.median(run['seconds'][warm_up:]):.2f} | {rates[name]:.1f}"

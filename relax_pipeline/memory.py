@@ -124,12 +124,9 @@ def _megatron(
     )
     whole = split if trainer.sequence_parallel else 1
     layers = [layer.alike // whole + layer.split // split for layer in kept]
-    full = trainer.recompute == "full"
-    # The product over all experts of a layer picks their adapters out of one tensor, and keeps what it picked.
-    picked = trained.experts // sharing // (len(layers) if full else 1) if lora and itemsize < _FLOAT32_BYTES else 0
     activations, logits = _larger_end(
         stages,
-        activations=(tokens * _held(shape, layers, recomputed=full) + picked) * itemsize,
+        activations=tokens * _held(shape, layers, recomputed=trainer.recompute == "full") * itemsize,
         logits=_logits(tokens * shape.vocab_size // split, itemsize),
     )
     return TrainerMemory(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from megatron_models import write_model
 
 Folder = Callable[[str], Path]
@@ -21,3 +22,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
         return path if path.exists() else write_model(path, family)
 
     return of
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process only, dissolved afterwards."""
+    from relax_pipeline.trainer.megatron.parallel import leave
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    leave()

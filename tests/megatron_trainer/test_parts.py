@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,16 +22,6 @@ from relax_pipeline.rl.logprobs import SplitVocabulary, token_logprobs
 from relax_pipeline.trainer.fsdp import FsdpTrainer
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of this process only, dissolved afterwards."""
-    from relax_pipeline.trainer.megatron.parallel import leave
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    leave()
 
 
 # --- Machines without CUDA or Transformer Engine ---
@@ -100,6 +90,18 @@ def test_every_rank_gets_as_many_micro_batches_and_each_sample_is_in_one() -> No
     for batch in (batch for batches in ranks for batch in batches):
         assert batch.packed.input_ids_1N.shape[1] <= 20
         assert batch.packed.padded.mask_BT.any() == bool(batch.indices)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stages", "expected"), [(200, 1, 1), (200, 2, 2), (1600, 2, 8), (0, 2, 1), (350, 4, 3)]
+)
+def test_pipelines_are_filled_but_not_with_splinters(tokens: int, stages: int, expected: int) -> None:
+    from relax_pipeline.config import MegatronTrainerConfig
+    from relax_pipeline.trainer.megatron.batches import to_fill
+
+    # A quarter of 400 tokens is the smallest micro-batch made for it: 2 of 200, 3 of 350, and 4 for each stage of 1600.
+    settings = MegatronTrainerConfig(kind="megatron", micro_batch_tokens=400, pipeline_parallel_size=stages)
+    assert to_fill(tokens, settings) == expected
 
 
 # --- Logprobs ---

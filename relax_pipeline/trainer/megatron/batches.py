@@ -23,6 +23,8 @@ from relax_pipeline.types import TrainingSample
 _TO_FILL = 4
 """Micro-batches for each stage of a pipeline: of p stages with m micro-batches each waits (p - 1) / (m + p - 1) of the
 time. Source: Huang et al. 2019, arXiv:1811.06965."""
+_SMALLEST = 4
+"""But none is made smaller for it than the budget divided by this: a GPU would wait for its kernels to be launched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,17 @@ def own_batches(samples: Sequence[TrainingSample], settings: MegatronTrainerConf
         world_size=data.size(),
         device=ranks.device,
         share=Share(context.rank(), context.size()),
-        at_least=_TO_FILL * settings.pipeline_parallel_size if settings.pipeline_parallel_size > 1 else 1,
+        at_least=to_fill(sum(sample.num_tokens for sample in samples) // data.size(), settings),
         length_multiple=settings.tensor_parallel_size if settings.sequence_parallel else 1,
         count_multiple=settings.pipeline_parallel_size if settings.virtual_pipeline_parallel_size > 1 else 1,
     )
+
+
+def to_fill(tokens: int, settings: MegatronTrainerConfig) -> int:
+    """Return how many micro-batches a rank's tokens of a step should make at least, for the stages of a pipeline."""
+    stages = settings.pipeline_parallel_size
+    most = tokens * _SMALLEST // settings.micro_batch_tokens
+    return max(1, min(_TO_FILL * stages, most)) if stages > 1 else 1
 
 
 def rank_batches(

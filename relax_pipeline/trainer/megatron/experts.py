@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
@@ -15,13 +15,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
-from torch.nn import functional
 
-# N tokens sorted by expert, I in_features, O out_features
+from relax_pipeline.trainer.megatron.grouped import grouped_linear
+
+# E experts, N tokens sorted by expert, I in_features, O out_features
 
 
 class _GroupedLinear(nn.Module):
-    """One weight an expert, weight0 to weightN as Transformer Engine names them, without bias."""
+    """One weight an expert, weight0 to weightN as Transformer Engine names them, side by side in memory; no bias."""
 
     def __init__(
         self,
@@ -40,9 +41,11 @@ class _GroupedLinear(nn.Module):
         assert pg_collection.expt_tp.size() == 1, "experts are whole on each rank"
         self.num_gemms, self.in_features, self.out_features = num_gemms, input_size, output_size
         self.config, self.tp_group = config, pg_collection.expt_tp
-        for index in range(num_gemms):
-            device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-            weight_OI = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        shape = (num_gemms, output_size, input_size)
+        self._side_by_side_EOI = torch.empty(shape, dtype=config.params_dtype, device=device)
+        for index, values_OI in enumerate(self._side_by_side_EOI):
+            weight_OI = nn.Parameter(values_OI)
             init_method(weight_OI)
             weight_OI.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{index}", weight_OI)
@@ -50,8 +53,19 @@ class _GroupedLinear(nn.Module):
     def forward(self, x_NI: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, None]:
         """Return [N, O]; m_splits says how many of the tokens each expert gets."""
         sizes = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
-        parts = torch.split(x_NI, sizes)
-        return torch.cat([functional.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]), None
+        return grouped_linear(x_NI, self._whole(), sizes), None
+
+    def _whole(self) -> torch.Tensor:
+        """Return all weights as one tensor [E, O, I] in their memory, through which their gradients go."""
+        weights = [weight for weight in self._parameters.values() if weight is not None]
+        places = [weight_OI.data_ptr() for weight_OI in self._side_by_side_EOI]
+        if places != [weight.data_ptr() for weight in weights]:  # they were moved
+            self._side_by_side_EOI = torch.stack([weight.data for weight in weights])
+            for weight, own_OI in zip(weights, self._side_by_side_EOI, strict=True):
+                weight.data = own_OI
+        if not any(weight.requires_grad for weight in weights):
+            return self._side_by_side_EOI
+        return cast(torch.Tensor, _SideBySide.apply(self._side_by_side_EOI, *weights))  # type: ignore[no-untyped-call]
 
     def backward_dw(self) -> None:
         """Nothing is left for later."""
@@ -59,6 +73,19 @@ class _GroupedLinear(nn.Module):
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Leave these weights out: checkpoints of adapters do not hold them, and whole ones are refused."""
         return {}
+
+
+class _SideBySide(torch.autograd.Function):
+    """Passes the gradient of a tensor on to the parameters that share its memory."""
+
+    @staticmethod
+    def forward(ctx: Any, whole_EOI: torch.Tensor, *_: nn.Parameter) -> torch.Tensor:
+        return whole_EOI.view_as(whole_EOI)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_EOI: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *grad_EOI.unbind()
 
 
 class PortableColumnGroupedLinear(_GroupedLinear):

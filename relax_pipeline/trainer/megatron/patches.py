@@ -11,13 +11,14 @@ from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
 from megatron.bridge.peft import module_matcher
 from megatron.bridge.peft import utils as peft_utils
 from megatron.bridge.peft.lora_layers import LoRALinear
+from megatron.bridge.peft.utils import GroupedExpertLinearAdapter
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.transformer import mlp
 from megatron.core.transformer.moe import experts, shared_experts, token_dispatcher
 from torch.overrides import TorchFunctionMode
 
-from relax_pipeline.trainer.megatron import delta_net, lora_forward, swiglu
+from relax_pipeline.trainer.megatron import delta_net, grouped, lora_forward, swiglu
 from relax_pipeline.trainer.megatron.compat import HAS_DELTA_KERNELS, Patch, patched
 from relax_pipeline.trainer.megatron.experts import PortableColumnGroupedLinear, PortableRowGroupedLinear
 from relax_pipeline.trainer.megatron.reading import load_tensors
@@ -28,6 +29,7 @@ FASTER = [
     Patch(SafeTensorsStateSource, "load_tensors", load_tensors, "it parses a file's header for each tensor"),
     Patch(rope_utils, "_apply_rotary_pos_emb_thd", rotate_packed, "it goes through the sequences one by one"),
     Patch(LoRALinear, "forward", lora_forward.forward, "it scales an adapter's output and adds it apart"),
+    Patch(GroupedExpertLinearAdapter, "forward", grouped.adapter_forward, "it cuts the tokens into a slice an expert"),
     *(
         Patch(module, "bias_swiglu_impl", swiglu.swiglu, "it is compiled anew for each shape")
         for module in (mlp, shared_experts)
