@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from relax_pipeline.errors import AdapterError
 from relax_pipeline.lora.fingerprint import combine_digests, fingerprints
 from relax_pipeline.lora.names import adapted_modules, lora_key
+from relax_pipeline.lora.packed import unpacked
 from relax_pipeline.lora.scope import VISION_REGIONS, in_vision_region
 from relax_pipeline.types import Adapter, AdapterSpec, WeightsInfo
 
@@ -81,10 +82,14 @@ def peft_config(spec: AdapterSpec, base_model: str) -> dict[str, Any]:
 
 
 def write_adapter(adapter: Adapter, folder: Path, *, base_model: str, metadata: Mapping[str, Any]) -> None:
-    """Write a folder that `peft.PeftModel.from_pretrained` loads, and relax_lora_meta.json beside it."""
+    """Write a folder that `peft.PeftModel.from_pretrained` loads, and relax_lora_meta.json beside it.
+
+    Experts may be packed; in the folder each has tensors of its own.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    named = unpacked(adapter.tensors)
     # Copies, for safetensors refuses what shares memory, and modules may share their lora_A.
-    tensors = {name: tensor.detach().cpu().clone(memory_format=_ROWS) for name, tensor in adapter.tensors.items()}
+    tensors = {name: tensor.detach().cpu().clone(memory_format=_ROWS) for name, tensor in named.items()}
     save_file(tensors, str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
     config = peft_config(adapter.spec, base_model) | _exclusions(adapter.info.modules)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")

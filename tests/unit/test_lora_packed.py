@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from relax_pipeline.lora.adapter import make_adapter, write_adapter
 from relax_pipeline.lora.names import lora_key
 from relax_pipeline.lora.norms import delta_norms
 from relax_pipeline.lora.packed import leaves, packed_module, packed_shapes, pair, unpacked
+from relax_pipeline.types import AdapterSpec
 
 EXPERTS, INSIDE, INTERMEDIATE, RANK = 3, 5, 4, 2
 PARENT = "model.layers.1.mlp.experts"
@@ -35,6 +40,16 @@ def test_peft_gets_a_pair_for_each_module_of_each_expert() -> None:
     assert up_B.tolist() == [[40, 41], [42, 43], [44, 45], [46, 47]]
     down_A = named[lora_key(f"{PARENT}.1.down_proj", "A")]
     assert down_A.tolist() == [[8, 9, 10, 11], [12, 13, 14, 15]]
+
+
+def test_a_folder_has_a_pair_for_each_module_of_each_expert(tmp_path: Path) -> None:
+    leaf_names = ("down_proj", "gate_proj", "q_proj", "up_proj")
+    adapter = make_adapter(packed(), spec=AdapterSpec(RANK, 4.0, leaf_names), version=3)
+    write_adapter(adapter, tmp_path, base_model="base", metadata={})
+    held, expected = load_file(tmp_path / "adapter_model.safetensors"), unpacked(packed())
+    assert held.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(held[name], tensor)
 
 
 def test_gate_and_up_share_one_first_half() -> None:

@@ -79,18 +79,20 @@ class Exports:
         """Return what writes a PEFT folder with the masters, where there is an adapter: on rank 0, on any thread.
 
         Raises:
+            AdapterError: On all ranks, when a value is not finite.
             CheckpointError: By what is returned.
         """
         if self._spec is None:
             return lambda: None
         whole = self._full_precision(version)
-        tensors = unpacked({name: tensor.to("cpu", copy=True) for name, tensor in whole.items()})
+        info = self._ranks.on_first(lambda: self._stamped(whole, version).info)
+        adapter = Adapter(info, self._spec, {name: tensor.to("cpu", copy=True) for name, tensor in whole.items()})
 
         def write() -> None:
             path = self._config.model.path
             metadata = {"base_digest": model_digest(Path(path))}
             try:
-                write_adapter(self._stamped(tensors, version), folder, base_model=path, metadata=metadata)
+                write_adapter(adapter, folder, base_model=path, metadata=metadata)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{folder} cannot be written: {error}") from error
 

@@ -56,9 +56,9 @@ class Save:
             self._request: Any = dist_checkpointing.save(
                 state | {UPDATES: updates}, str(folder), async_sharded_save=True, async_strategy="mcore"
             )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._adapter = self._thread.submit(write_adapter) if ranks.rank == 0 else None
-        self._part = self._thread.submit(self._write)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="save")
+        self._adapter = self._threads.submit(write_adapter) if ranks.rank == 0 else None
+        self._part = self._threads.submit(self._write)
 
     def finish(self) -> None:
         """Wait for this rank, then complete the folder with the others.
@@ -75,7 +75,7 @@ class Save:
 
     def wait(self) -> None:
         """Wait until this rank writes no more."""
-        self._thread.shutdown()
+        self._threads.shutdown()
 
     def _write(self) -> None:
         """Write this rank's part. It needs no other rank, and what goes wrong is told when the folder is completed."""
