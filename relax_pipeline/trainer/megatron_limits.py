@@ -101,6 +101,11 @@ def _experts(config: RunConfig, trainer: MegatronTrainerConfig, hf_config: Mappi
             f"trainer.expert_tensor_parallel_size is {trainer.expert_tensor_parallel_size}: Megatron-Bridge computes "
             "adapters on split experts wrongly; set it to 1, and raise trainer.expert_parallel_size"
         )
+    if not config.saves_lora_only:
+        yield (
+            "the Megatron trainer's checkpoints hold adapters of experts and no experts: set lora.rank above 0 and "
+            "checkpoint.save_lora_only to true"
+        )
     if trainer.tensor_parallel_size > 1 and not trainer.sequence_parallel:
         yield "a model with experts and trainer.tensor_parallel_size above 1 needs trainer.sequence_parallel: true"
 

@@ -106,6 +106,16 @@ def test_what_megatron_cannot_do_is_told_before_a_start(
 
 
 @pytest.mark.parametrize(
+    "sections", [{"lora": {"rank": 0}, "sync": {"mode": "merge"}}, {"checkpoint": {"save_lora_only": False}}]
+)
+def test_a_mixture_whose_experts_would_have_to_be_saved_is_told_before_a_start(sections: dict[str, Any]) -> None:
+    whole = run_config(Path("unused"), trainer={"kind": "megatron"}, **sections)
+    with pytest.raises(ConfigError, match="hold adapters of experts and no experts: set "):
+        check_model(whole, MOE)
+    check_model(whole, DENSE)
+
+
+@pytest.mark.parametrize(
     ("hf_config", "trainer", "lora"),
     [
         (DENSE, {"tensor_parallel_size": 4, "sequence_parallel": True}, {}),

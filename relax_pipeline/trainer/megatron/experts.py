@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
@@ -56,36 +56,21 @@ class _GroupedLinear(nn.Module):
         return grouped_linear(x_NI, self._whole(), sizes), None
 
     def _whole(self) -> torch.Tensor:
-        """Return all weights as one tensor [E, O, I] in their memory, through which their gradients go."""
+        """Return all weights, which do not train, as one tensor [E, O, I] in their memory."""
         weights = [weight for weight in self._parameters.values() if weight is not None]
         places = [weight_OI.data_ptr() for weight_OI in self._side_by_side_EOI]
         if places != [weight.data_ptr() for weight in weights]:  # they were moved
             self._side_by_side_EOI = torch.stack([weight.data for weight in weights])
             for weight, own_OI in zip(weights, self._side_by_side_EOI, strict=True):
                 weight.data = own_OI
-        if not any(weight.requires_grad for weight in weights):
-            return self._side_by_side_EOI
-        return cast(torch.Tensor, _SideBySide.apply(self._side_by_side_EOI, *weights))  # type: ignore[no-untyped-call]
+        return self._side_by_side_EOI
 
     def backward_dw(self) -> None:
         """Nothing is left for later."""
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Leave these weights out: checkpoints of adapters do not hold them, and whole ones are refused."""
+        """Leave these weights out: checkpoints hold their adapters."""
         return {}
-
-
-class _SideBySide(torch.autograd.Function):
-    """Passes the gradient of a tensor on to the parameters that share its memory."""
-
-    @staticmethod
-    def forward(ctx: Any, whole_EOI: torch.Tensor, *_: nn.Parameter) -> torch.Tensor:
-        return whole_EOI.view_as(whole_EOI)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_EOI: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *grad_EOI.unbind()
 
 
 class PortableColumnGroupedLinear(_GroupedLinear):

@@ -24,7 +24,7 @@ from relax_pipeline.trainer.megatron.model import Model
 from relax_pipeline.trainer.megatron.optimizer import MasterOptimizer
 from relax_pipeline.trainer.megatron.parallel import Ranks
 from relax_pipeline.trainer.megatron.sharding import copies
-from relax_pipeline.trainer.megatron.stream import Weight, WeightStream, adapter_tensors
+from relax_pipeline.trainer.megatron.stream import AdapterStream, Weight, WeightStream
 from relax_pipeline.types import Adapter, AdapterSpec, WeightsInfo
 
 
@@ -36,19 +36,22 @@ class Exports:
     """
 
     def __init__(self, config: RunConfig, model: Model, optimizer: MasterOptimizer, ranks: Ranks) -> None:
-        self._config, self._model, self._optimizer, self._ranks = config, model, optimizer, ranks
+        self._config, self._ranks = config, ranks
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._stream = WeightStream(model)
+        with optimizer.held_in(model.chunks, optimizer.masters):
+            self._adapter = AdapterStream(model)
         self._tensors: dict[str, torch.Tensor] = {}
         self._version = -1
         digests, self._weights = self._read_base()
         self._spec, modules = self._describe_adapter()
         names = {weight.name for weight in self._weights}
         self._refuse_gaps(modules, names)
+        trained = optimizer.parameters.values()
         self.info = TrainerInfo(
             base_tensors_digest=ranks.on_first(lambda: combine_digests(digests)),
             modules=modules,
-            num_trainable=self._num_trainable(),
+            num_trainable=round(sum(ranks.gather(sum(p.numel() / copies(p, ranks.groups) for p in trained)))),
             num_parameters=sum(weight.numel for weight in self._weights),
             device=str(ranks.device),
         )
@@ -152,8 +155,7 @@ class Exports:
     def _full_precision(self, version: int) -> dict[str, torch.Tensor]:
         """Return the whole adapter in float32 on rank 0, gathered once a version; maybe the masters themselves."""
         if version != self._version:
-            with self._optimizer.masters_in(self._model.chunks):
-                self._tensors = adapter_tensors(self._model, keep=self._ranks.rank == 0)
+            self._tensors = {name: tensor for name, tensor in self._adapter.each() if self._ranks.rank == 0}
             self._version = version
         return self._tensors
 
@@ -196,7 +198,3 @@ class Exports:
         lost = [module for module in modules if names.isdisjoint({f"{module}.weight", module})]
         if lost:
             raise ModelError(f"{len(lost)} adapters have no weight of that name in the export, e.g. {lost[:3]}")
-
-    def _num_trainable(self) -> int:
-        share = sum(p.numel() / copies(p, self._ranks.groups) for p in self._optimizer.parameters.values())
-        return round(sum(self._ranks.gather(share)))

@@ -75,12 +75,6 @@ class MasterOptimizer:
             parameter.copy_(self.masters[name])
 
     @contextmanager
-    def masters_in(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
-        """Let the model hold the masters themselves inside this block, for exports that nothing has rounded."""
-        with self.held_in(chunks, self.masters):
-            yield
-
-    @contextmanager
     def held_in(self, chunks: Sequence[nn.Module], others: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """Let the model hold others in place of its parameters, by the parameters' names, inside this block.
 

@@ -29,48 +29,50 @@ class Weight:
     """Which conversion yields it."""
 
 
-@torch.no_grad()
-def adapter_tensors(model: Model, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Return the whole adapter by HF-PEFT name, on the device; all ranks together, and only some keep it.
+class AdapterStream:
+    """Streams the whole adapter by HF-PEFT name, from the parameters that the model holds when this is made.
 
-    What no ranks share is the model's own: it is not copied, and changes with the model. A fused module's lora_A
-    appears under each of the HF modules it stands for; a layer's experts are packed.
+    Megatron-Bridge plans its conversions anew for each export, which takes three times as long as these.
     """
-    return {name: tensor for name, tensor in each_adapter_tensor(model) if keep}
 
+    def __init__(self, model: Model) -> None:
+        """Plan the conversions; all ranks together."""
+        self._model = model
+        self._conversions = model.bridge._model_bridge  # the public way to it knows no tasks
+        planned = self._conversions.build_adapter_conversion_tasks(model.chunks)
+        self._grouped = [task for tasks in planned.values() for task in tasks if _is_grouped(task)]
+        others = {base: alone for base, tasks in planned.items() if (alone := [t for t in tasks if not _is_grouped(t)])}
+        self._conversions.build_adapter_conversion_tasks = lambda *_, **__: others
 
-@torch.no_grad()
-def each_adapter_tensor(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the whole adapter by HF-PEFT name, on the device, maybe the model's own; all ranks together.
+    @torch.no_grad()
+    def each(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the adapter, on the device; all ranks together.
 
-    A layer's experts are one tensor, as `lora.packed` describes; Megatron-Bridge would name them one by one.
-    """
-    conversions = model.bridge._model_bridge  # the public way to it knows no tasks
-    tasks = [task for tasks in conversions.build_adapter_conversion_tasks(model.chunks).values() for task in tasks]
-    grouped = [task for task in tasks if ".mlp.experts." in task.global_base_prefix]
-    for weight in conversions.stream_adapter_weights_megatron_to_hf(
-        model.chunks,
-        cpu=False,
-        show_progress=False,
-        exclude_adapter_base_prefixes=[task.global_base_prefix for task in grouped],
-    ):
-        yield f"{PEFT_PREFIX}{_name(weight.param_name, model)}", weight.weight.detach()
-    for task in grouped:
-        yield from _grouped_experts(model, task)
+        What no ranks share is the parameter itself: it is not copied, and changes with it. A fused module's lora_A
+        appears under each of the HF modules it stands for. A layer's experts are one tensor, as `lora.packed`
+        describes; Megatron-Bridge would name them one by one.
+        """
+        for weight in self._conversions.stream_adapter_weights_megatron_to_hf(
+            self._model.chunks, cpu=False, show_progress=False
+        ):
+            yield f"{PEFT_PREFIX}{_name(weight.param_name, self._model)}", weight.weight.detach()
+        for task in self._grouped:
+            yield from self._experts(task)
 
-
-def _grouped_experts(model: Model, task: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield both halves of the adapters of a layer's experts, gathered from the ranks that share them."""
-    conversions = model.bridge._model_bridge
-    (materialized,) = conversions.materialize_adapter_weights([task])
-    mapping = conversions.mapping_registry().megatron_to_hf_lookup(f"{task.global_base_prefix}.weight0")
-    names = mapping.hf_param.values() if isinstance(mapping.hf_param, dict) else [mapping.hf_param]
-    name = _name(next(iter(names)).removesuffix(".weight"), model)
-    halves: tuple[tuple[Half, Any], ...] = (("A", materialized.linear_in_weight), ("B", materialized.linear_out_weight))
-    for half, weight in halves:
-        tensor = weight.weight.detach()
-        shares = conversions._gather_expert_adapter_weight(tensor)
-        yield lora_key(packed_module(name) or name, half), tensor if shares is None else torch.cat(shares)
+    def _experts(self, task: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield both halves of the adapters of a layer's experts, gathered from the ranks that share them."""
+        (materialized,) = self._conversions.materialize_adapter_weights([task])
+        mapping = self._conversions.mapping_registry().megatron_to_hf_lookup(f"{task.global_base_prefix}.weight0")
+        names = mapping.hf_param.values() if isinstance(mapping.hf_param, dict) else [mapping.hf_param]
+        name = _name(next(iter(names)).removesuffix(".weight"), self._model)
+        halves: tuple[tuple[Half, Any], ...] = (
+            ("A", materialized.linear_in_weight),
+            ("B", materialized.linear_out_weight),
+        )
+        for half, weight in halves:
+            tensor = weight.weight.detach()
+            shares = self._conversions._gather_expert_adapter_weight(tensor)
+            yield lora_key(packed_module(name) or name, half), tensor if shares is None else torch.cat(shares)
 
 
 class WeightStream:
@@ -114,6 +116,10 @@ class WeightStream:
     def _read(self, info: TensorInfo) -> Iterator[tuple[str, torch.Tensor]]:
         device = next(self._model.chunks[0].parameters()).device
         yield _name(info.name, self._model), read_tensor(info).to(device, self._model.dtype)
+
+
+def _is_grouped(task: Any) -> bool:
+    return ".mlp.experts." in task.global_base_prefix
 
 
 def _name(name: str, model: Model) -> str:

@@ -12,7 +12,7 @@ from relax_pipeline.lora.packed import unpacked
 from relax_pipeline.trainer.megatron.model import Model
 from relax_pipeline.trainer.megatron.optimizer import MasterOptimizer
 from relax_pipeline.trainer.megatron.parallel import Ranks
-from relax_pipeline.trainer.megatron.stream import each_adapter_tensor
+from relax_pipeline.trainer.megatron.stream import AdapterStream
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def load_adapter(tensors: Mapping[str, torch.Tensor], model: Model, optimizer: M
     first, values_N = sum(counts[: ranks.rank]), torch.full((counts[ranks.rank],), torch.nan)
     problems: list[str] = []
     with optimizer.held_in(model.chunks, _numbered(optimizer, first)):
-        for exported, packed in each_adapter_tensor(model):
+        for exported, packed in AdapterStream(model).each():
             for name, numbers in unpacked({exported: packed}).items():
                 problems += _place(name, numbers, tensors[name], first, values_N)
     if found := [problem for part in ranks.gather(problems[:1]) for problem in part]:
