@@ -59,7 +59,7 @@ class MegatronTrainerConfig(TrainerSection):
     """Recompute activations in the backward pass: selective: of attention, full: of whole layers."""
     transformer_engine: Literal["auto", "off"] = "off"
     """off: torch's own kernels, on an H200 1.5 times as fast for a dense model of 0.6 B (benchmarks/results/h200).
-    auto: Transformer Engine's layers where it is installed: mixtures of experts want them."""
+    auto: Transformer Engine's layers where it is installed."""
 
     @model_validator(mode="after")
     def sequence_parallel_needs_tensor_parallel(self) -> MegatronTrainerConfig:
