@@ -23,8 +23,8 @@ from relax_pipeline.types import TrainingSample
 _TO_FILL = 4
 """Micro-batches for each stage of a pipeline: of p stages with m micro-batches each waits (p - 1) / (m + p - 1) of the
 time. Source: Huang et al. 2019, arXiv:1811.06965."""
-_SMALLEST = 4
-"""But none is made smaller for it than the budget divided by this: a GPU would wait for its kernels to be launched."""
+_PARTS_OF_BUDGET = 4
+"""None is made smaller for that than the budget by this: a GPU would wait for its kernels to be launched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def own_batches(samples: Sequence[TrainingSample], settings: MegatronTrainerConf
 def to_fill(tokens: int, settings: MegatronTrainerConfig) -> int:
     """Return how many micro-batches a rank's tokens of a step should make at least, for the stages of a pipeline."""
     stages = settings.pipeline_parallel_size
-    most = tokens * _SMALLEST // settings.micro_batch_tokens
+    most = tokens * _PARTS_OF_BUDGET // settings.micro_batch_tokens
     return max(1, min(_TO_FILL * stages, most)) if stages > 1 else 1
 
 
