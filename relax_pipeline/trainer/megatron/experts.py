@@ -58,8 +58,8 @@ class _GroupedLinear(nn.Module):
     def _whole(self) -> torch.Tensor:
         """Return all weights, which do not train, as one tensor [E, O, I] in their memory."""
         weights = [weight for weight in self._parameters.values() if weight is not None]
-        places = [weight_OI.data_ptr() for weight_OI in self._side_by_side_EOI]
-        if places != [weight.data_ptr() for weight in weights]:  # they were moved
+        start, size = self._side_by_side_EOI.data_ptr(), weights[0].nbytes
+        if any(weight.data_ptr() != start + index * size for index, weight in enumerate(weights)):  # they were moved
             self._side_by_side_EOI = torch.stack([weight.data for weight in weights])
             for weight, own_OI in zip(weights, self._side_by_side_EOI, strict=True):
                 weight.data = own_OI

@@ -16,6 +16,7 @@ from relax_pipeline.trainer.megatron.model import Model
 
 _EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 _OUTPUT = "lm_head.weight"
+_EXPERTS = ".mlp.experts."
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,8 @@ class AdapterStream:
         self._model = model
         self._conversions = model.bridge._model_bridge  # the public way to it knows no tasks
         planned = self._conversions.build_adapter_conversion_tasks(model.chunks)
-        self._grouped = [task for tasks in planned.values() for task in tasks if _is_grouped(task)]
-        others = {base: alone for base, tasks in planned.items() if (alone := [t for t in tasks if not _is_grouped(t)])}
+        self._grouped = [task for base, tasks in planned.items() if _EXPERTS in base for task in tasks]
+        others = {base: tasks for base, tasks in planned.items() if _EXPERTS not in base}
         self._conversions.build_adapter_conversion_tasks = lambda *_, **__: others
 
     @torch.no_grad()
@@ -116,10 +117,6 @@ class WeightStream:
     def _read(self, info: TensorInfo) -> Iterator[tuple[str, torch.Tensor]]:
         device = next(self._model.chunks[0].parameters()).device
         yield _name(info.name, self._model), read_tensor(info).to(device, self._model.dtype)
-
-
-def _is_grouped(task: Any) -> bool:
-    return ".mlp.experts." in task.global_base_prefix
 
 
 def _name(name: str, model: Model) -> str:
